@@ -90,24 +90,19 @@ class FlashTensor(DPTensorFastGradientClipping):
 def _keeps_type(name: str) -> Any:
     # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
     def operate(self: FlashTensor, *args: Any) -> FlashTensor:
-        mine = [*self.loss_per_sample.shape]
-        others = [x for x in args if isinstance(x, DPTensorFastGradientClipping)]
-        for theirs in [[*other.loss_per_sample.shape] for other in others]:
-            if mine != theirs:
-                raise InvalidValue(
-                    f"FC462 loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
-                    "count once for every sample: give both one for each sample (a torch.nn loss, "
-                    "a function with reduction=). Of batches, add numbers:\n    loss.item()"
-                )
-        loss = getattr(super(FlashTensor, self), name)(*args)
-        found = FlashTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
-        if [*found.loss_per_sample.shape] != mine:
-            raise InvalidValue(
-                f"FC462 loss.{name}: found losses of shape {mine}, and "
-                f"{[*found.loss_per_sample.shape]} after it; expected a number, or one for each "
-                "sample, of the same shape."
-            )
-        return found
+        mine, kind = self.loss_per_sample, DPTensorFastGradientClipping
+        of_losses = [x.loss_per_sample for x in args if isinstance(x, kind)]
+        if all(x.shape == mine.shape for x in of_losses):
+            found = getattr(mine, name)(*of_losses or args)
+            if found.shape == mine.shape:
+                return FlashTensor(self.module, self.optimizer, found, self.loss_reduction)
+            of_losses = [found]
+        shapes = " and ".join(str([*x.shape]) for x in (mine, *of_losses))
+        raise InvalidValue(
+            f"FC462 loss.{name}: found losses of shape {shapes}. A scalar would count once for "
+            "every sample: give both one for each sample (a torch.nn loss, a function with "
+            "reduction=), and weights of the same shape. Of batches, add numbers:\n    loss.item()"
+        )
 
     operate.__name__ = name
     return operate

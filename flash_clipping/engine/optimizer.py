@@ -22,7 +22,6 @@ from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine import wings
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.grad_ledger import (
-    Bound,
     GradLedger,
     StepRecord,
     rescaled,
@@ -90,13 +89,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: The record of the sums that the running step has taken so far.
     step_record: StepRecord | None = None
 
-    #: The bound, until a model is followed.
-    _bound: Bound = 1.0
     _module: Any = None
     #: What the model has besides, if its parameters are shards.
     _sharded: Any = None
     _replaced = False
-    _iterations = 1
     #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
     _loop: FrameType | None = None
     #: How many batches its loop is ahead of the steps: workers, or a loop that fetches early.
@@ -127,6 +123,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 f"{grids}. Discrete noise is for whole parameters in one process; and where sums "
                 "of other workers are added to a rounded one, fully_shard has grids."
             )
+        #: Where the bound is, and the sums that were taken: the model's, once one is followed.
+        self._ledger = GradLedger(nn.Module())
         #: Called when noise was added, in this order. The first is the engine's, which accounts.
         self.step_hooks: list[Callable[[Any], None]] = []
         self.stream: SecretStream = SecretStream() if stream is None else stream
@@ -143,8 +141,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         check_optimizer(self)
         for p in self.params:
             del vars(p)["summed_grad"]  # Opacus leaves it; sums of skipped steps are in the ledger
-        #: Where the sums that were taken are.
-        self._ledger = GradLedger(nn.Module())
 
     def __getstate__(self) -> Any:
         # Opacus' own state cannot be copied: it breaks every optimizer's step on the way.
@@ -180,7 +176,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             before.discard_step()
             # Behind what that one has drawn, where both have the key of one seed.
             self.stream.load_state_dict(before.stream.state_dict())
-        module.max_grad_norm = self._bound_now()
+        module.running_step.bound = self._ledger.bound
         module.running_step.follower = self
         self._module, self._ledger = module, module.running_step
 
@@ -225,24 +221,17 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         Setting it sets the model's; in per-layer clipping all bounds keep their proportions. It
         applies from the next step on.
         """
-        return total_bound(self._bound_now())
+        return total_bound(self._ledger.bound)
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: Any) -> None:
-        bound = rescaled(self._bound_now(), value)
-        if self._module is None:
-            self._bound = bound
-        else:
-            self._module.max_grad_norm = bound
+        self._ledger.bound = rescaled(self._ledger.bound, value)
 
     @property
     def max_grad_norms(self) -> list[float] | None:
         """One bound for each trainable parameter, in per-layer clipping."""
-        bound = self._bound_now()
+        bound = self._ledger.bound
         return [*bound] if isinstance(bound, list) else None
-
-    def _bound_now(self) -> Bound:
-        return self._bound if self._module is None else self._module.max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in PyTorch, for parameters of the model that was wrapped.
@@ -254,7 +243,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
             if self._module is not None:
-                self._module.running_step.name_of(tensor, "add_param_group")
+                self._ledger.name_of(tensor, "add_param_group")
         self.original_optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
@@ -284,7 +273,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def accumulated_iterations(self) -> int:
         """Backward passes whose sums the running step adds up; the accountant counts them."""
         pending = 0 if self._module is None else self._module.backward_count
-        return pending or self._iterations
+        taken = 1 if self.step_record is None else max(1, self.step_record.backwards)
+        return pending or taken
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: whether one more step, after those announced before, is skipped.
@@ -374,8 +364,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             sums[id(p)] = p.grad if before is None else before.add_(p.grad)  # type: ignore[assignment, arg-type]  # not None: checked
             p.grad = None
         if record is not None:
-            self._module.running_step.forget()
-            self.step_record, self._iterations = record, max(1, record.backwards)
+            self._ledger.forget()
+            self.step_record = record
             if record.draw is not None:
                 record.draw.taken = True
 
@@ -396,11 +386,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                     "loss.backward() on the wrapped model's output before optimizer.step()."
                 )
             return None
-        record: StepRecord = self._module.running_step.pending_record(params)
+        record: StepRecord = self._ledger.pending_record(params)
         for p in self._all_params():
             # The wrapped optimizer steps on whatever has a gradient.
             if not p.requires_grad and p.grad is not None:
-                name = self._module.running_step.name_of(p)
+                name = self._ledger.name_of(p)
                 raise InvalidValue(
                     f"FC505 {name}: this parameter is frozen but has a gradient, "
                     "which would be released without noise. Freeze parameters before backward(), "
@@ -428,7 +418,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _noise_std(self) -> float:
         record = self.step_record
-        bound = self._bound_now() if record is None else record.bound
+        bound = self._ledger.bound if record is None else record.bound
         std = self._multiplier() * sensitivity_of(bound)
         if not 0 <= std < math.inf:
             raise InvalidValue(
@@ -563,15 +553,15 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         _refuse_divided_losses()
         whole = super().pre_step(closure)
         if whole:
-            record, self.step_record = self.step_record, None
             if self.adaptive is not None:
-                self._move_bound(record)
+                self._move_bound(self.step_record)
+            self.step_record = None
         return whole
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, to ``None`` unless told otherwise; sums of skipped steps stay."""
         if self._module is not None:
-            self._module._session.forget_calls(self._module.running_step.draw)
+            self._module._session.forget_calls(self._ledger.draw)
         self.original_optimizer.zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self._let_go()

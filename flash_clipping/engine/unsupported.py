@@ -57,11 +57,6 @@ _INSTEAD = (
     "nobody else (with Accelerate: do not pass model or optimizer to prepare())."
 )
 
-_UNREDUCED = (
-    "A private model's gradients are clipped sums, which autograd does not see: they would not be "
-    f"reduced. {_INSTEAD}"
-)
-
 
 def _form_of(module: nn.Module) -> str | None:
     """The form of PyTorch's data parallelism that this module is, or is managed by."""
@@ -81,6 +76,13 @@ def _form_of(module: nn.Module) -> str | None:
     return None
 
 
+def _refuse_form(where: str, form: str, kind: type[Exception] = FlashClippingError) -> NoReturn:
+    raise kind(
+        f"FC601 {where}: found {form}, which reduces gradients as autograd has them. Those of a "
+        f"private model are clipped sums, which autograd does not see. {_INSTEAD}"
+    )
+
+
 def refuse_inside(path: str, module: nn.Module) -> None:
     """Refuse a module of a model that is about to be wrapped, if it reduces or shards gradients, or
     Python cannot follow it."""
@@ -92,10 +94,7 @@ def refuse_inside(path: str, module: nn.Module) -> None:
             "    model.compile()"
         )
     if (form := _form_of(module)) is not None and not is_sharded(module):
-        raise NotServed(
-            f"FC601 {path or 'the model'}: found {form}, which reduces gradients before they are "
-            f"clipped. {_INSTEAD}"
-        )
+        _refuse_form(path or "the model", form, NotServed)
 
 
 def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
@@ -113,11 +112,9 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
         )
     in_ddp = running_ddp() is not None
     if in_ddp or (may_be_replica and is_replica(module)):
-        form = DistributedDataParallel if in_ddp else DataParallel
-        raise FlashClippingError(
-            f"FC601 the model ({type(module).__name__}): found torch.nn.parallel.{form.__name__} "
-            f"around a private model. {_UNREDUCED}"
-        )
+        form = "DistributedDataParallel" if in_ddp else "DataParallel"
+        where = f"the model ({type(module).__name__})"
+        _refuse_form(where, f"torch.nn.parallel.{form} around it")
 
 
 def refuse_in_pipeline(module: nn.Module) -> None:
@@ -156,10 +153,7 @@ def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
                     "    plain = model.to_standard_module()"
                 )
         if form is not None:
-            where = path or "the model"
-            raise FlashClippingError(
-                f"FC601 {where}: found {form} on a private model. {_UNREDUCED}"
-            )
+            _refuse_form(path or "the model", form)
 
 
 def refuse_export(module: nn.Module) -> NoReturn:
@@ -335,10 +329,10 @@ def refuse_replay(mode: str, what: str) -> None:
 
 def refuse_frozen(root: nn.Module) -> None:
     """Raise ``ValueError`` for a model in which nothing would be trained."""
-    names = [name for name, _ in root.named_parameters()]
     if any(param.requires_grad for param in root.parameters()):
         return
-    path = (names[-1] if names else "").removeprefix("_module.").rpartition(".")[0]
+    names = [name for name, _ in root.named_parameters()]
+    path = "".join(names[-1:]).removeprefix("_module.").rpartition(".")[0]
     raise InvalidValue(
         f"FC305 module ({type(root).__name__}): found no trainable parameter, {len(names)} of them "
         "frozen; expected one at least. Before the optimizer is made, for the last layer:\n"
@@ -355,28 +349,28 @@ def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
     """Raise :class:`UnsupportedModel` for those of these batch normalizations, by path, that read
     statistics of the batch now. In eval mode, with running statistics, rows are independent."""
     for path, module in norms:
-        if module.training or module.running_mean is None or module.running_var is None:
-            line = _FIX
-            if not all(_is_fixed(norm) for _, norm in norms):
-                line = f"\n    {_NORMS}"
-                line += f"\n    for path, x in norms: model.set_submodule(path, {_GROUPS})"
-            if not path:
-                line = f"\n    x = model; model = {_GROUPS}"
-            of_timm = type(module).__module__.partition(".")[0] == "timm"
-            if of_timm:  # it holds an activation, and takes other arguments
-                line = "\n    model = timm.create_model(name, norm_layer=timm.layers.GroupNormAct)"
-            if module.running_mean is not None and module.running_var is not None:
-                line += (
-                    "\nWith running statistics, of public data, it may stay as it is in eval mode; "
-                    f"after every model.train():\n    {module_at(path)}.eval()"
-                )
-            elif module.running_mean is None:
-                line += ONE_BY_ONE
-            raise UnsupportedModel(
-                f"FC101 {path or 'the model'} ({type(module).__name__}) mixes samples: the "
-                "gradient of one sample depends on the others, so no clipping can bound it. "
-                f"Replace it by nn.GroupNorm, before the optimizer is made:{line}"
+        has_statistics = module.running_mean is not None and module.running_var is not None
+        if has_statistics and not module.training:
+            continue
+        line = _FIX
+        if not path:
+            line = f"\n    x = model; model = {_GROUPS}"
+        elif not all(_is_fixed(norm) for _, norm in norms):
+            line = f"\n    {_NORMS}"
+            line += f"\n    for path, x in norms: model.set_submodule(path, {_GROUPS})"
+        if type(module).__module__.startswith("timm."):  # it holds an activation
+            line = "\n    model = timm.create_model(name, norm_layer=timm.layers.GroupNormAct)"
+        if has_statistics:
+            line += (
+                "\nWith running statistics, of public data, it may stay as it is in eval mode; "
+                f"after every model.train():\n    {module_at(path)}.eval()"
             )
+        raise UnsupportedModel(
+            f"FC101 {path or 'the model'} ({type(module).__name__}) mixes samples: the "
+            "gradient of one sample depends on the others, so no clipping can bound it. Replace it "
+            "by nn.GroupNorm, before the optimizer is made:"
+            f"{line if has_statistics else line + ONE_BY_ONE}"
+        )
 
 
 def _is_fixed(module: nn.Module) -> bool:

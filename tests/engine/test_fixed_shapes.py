@@ -227,7 +227,7 @@ def test_processes_have_parts_of_the_batch_of_one() -> None:
     )
     counts = set()
     for whole, *own in zip(alone, *parts, strict=True):
-        counted = [sampler.announce.last.samples for sampler in (alone, *parts)]
+        counted = [sampler.last.samples for sampler in (alone, *parts)]
         assert [len(rows) for rows in own] == [4, 4, 4] and counted[0] == sum(counted[1:])
         assert sorted(sum(own, [])) == sorted(whole)
         assert {i for rows, n in zip(own, counted[1:], strict=True) for i in rows[:n]} == {

@@ -123,7 +123,7 @@ def test_at_most_so_many_rows_of_a_user() -> None:
     largest = IDS.mode()[0].item()  # of 7 rows
     pairs: Counter[frozenset[int]] = Counter()
     for batch in sampler:
-        assert sampler.announce.last.unit_R.bincount().max() == 2
+        assert sampler.last.unit_R.bincount().max() == 2
         pairs[frozenset(row for row in batch if IDS[row] == largest)] += 1
     assert len(pairs) == 21
     assert all(abs(count - 1500 / 21) < 5 * (1500 / 21) ** 0.5 for count in pairs.values())

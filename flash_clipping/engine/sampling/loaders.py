@@ -39,11 +39,7 @@ from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
 from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import Mechanism
-from flash_clipping.engine.sampling.samplers import (
-    BatchSizeNotifier,
-    PoissonSampler,
-    ShardedPoissonSampler,
-)
+from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoissonSampler
 from flash_clipping.engine.sampling.units import Users
 from flash_clipping.errors import Coded, FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import SecretStream
@@ -173,7 +169,7 @@ class PoissonLoader(DPDataLoader):
             self,
             dataset,
             batch_sampler=sampler,
-            collate_fn=_AnnouncingCollate(collate, dataset, sampler.announce),
+            collate_fn=_AnnouncingCollate(collate, dataset, sampler),
             **kwargs,
         )
 
@@ -203,27 +199,27 @@ class PoissonLoader(DPDataLoader):
             batches = super().__iter__()
         finally:
             sampler.gives_a_row = False
-        # With workers, those of this epoch: its first batches are drawn by now. Without, a batch is
-        # given as soon as it is drawn, also where other iterators are in between.
-        return _announced(batches, sampler, sampler.pending if self.num_workers else None)
+        return _announced(batches, sampler, sampler.pending)
 
 
 class _AnnouncingCollate:
     """Announces what it collates in the process of the model, where the loader does not: whoever
     called it takes it next. It goes into what others make of the loader, ``BatchMemoryManager``."""
 
-    def __init__(
-        self, collate: Callable[[list[Any]], Any], dataset: Any, announce: BatchSizeNotifier
-    ):
-        self.wrapped_collator_fn, self.dataset, self.announce = collate, dataset, announce
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, sampler: PoissonSampler):
+        self.wrapped_collator_fn, self.dataset, self.sampler = collate, dataset, sampler
+
+    def __getstate__(self) -> dict[str, Any]:  # a worker has none, nor its key
+        return self.__dict__ | {"sampler": None}
 
     def __call__(self, samples: Any) -> Any:
-        announce, draw = self.announce, self.announce.last
-        tells = get_worker_info() is None and not announce.by_loader
-        tells = tells and (not announce.strict or announce.in_parts)
+        sampler: Any = self.sampler if get_worker_info() is None else None
+        tells = sampler is not None and not sampler.by_loader
+        tells = tells and (not sampler.draws.strict or sampler.in_parts)
         is_list = isinstance(samples, list)  # else what the dataset's __getitems__ gave
-        if not samples if is_list else tells and not draw.rows:
-            if not tells:  # a row would be taken for a sample
+        draw = sampler.last if tells else None
+        if not samples if is_list else draw is not None and not draw.rows:
+            if draw is None:  # a row would be taken for a sample
                 raise FlashClippingError(
                     "FC253 BatchMemoryManager, or another loader around that of make_private: "
                     "found a draw without samples, whose row nobody tells the model of. Use "
@@ -232,31 +228,30 @@ class _AnnouncingCollate:
                 )
             samples = [self.dataset[0]] if is_list else self.dataset.__getitems__([0])
             draw = draw.with_a_row()
-        elif tells and not announce.strict:
+        elif draw is not None and not sampler.draws.strict:
             own = samples if is_list else next((x for x in tensors_in(samples) if x.dim()), None)
             rows = draw.rows if own is None else len(own)
             draw = replace(draw, samples=rows, rows=rows)
         batch = self.wrapped_collator_fn(samples)
-        if tells:
-            announce(replace(draw, tensors=tensors_in(batch)) if announce.strict else draw)
+        if draw is not None:
+            _announce(sampler, draw, batch)
         return batch
 
 
-def _announced(
-    batches: Any, sampler: PoissonSampler, pending: deque[DrawnBatch] | None
-) -> Iterator[Any]:
+def _announced(batches: Any, sampler: PoissonSampler, pending: deque[DrawnBatch]) -> Iterator[Any]:
     """Batches that are not announced when they are collated (``_AnnouncingCollate``)."""
-    announce = sampler.announce
     try:
         for batch in batches:
-            draw = announce.last if pending is None else pending.popleft()
-            if announce.strict:
-                draw = replace(draw, tensors=tensors_in(batch))
-            announce(draw)
+            _announce(sampler, pending.popleft(), batch)
             yield batch
     finally:  # a loop that was left early, too
-        announce.given += 0 if pending is None else len(pending)  # drawn, and never given
-        announce.draws.end_epoch()
+        sampler.given += len(pending)  # drawn, and never given
+        sampler.draws.end_epoch()
+
+
+def _announce(sampler: PoissonSampler, draw: DrawnBatch, batch: Any) -> None:
+    strict = sampler.draws.strict  # the rows of what is called will be compared
+    sampler.announce(replace(draw, tensors=tensors_in(batch)) if strict else draw)
 
 
 def _refuse_different(size: int, steps: int, units: Users | None) -> None:
@@ -432,9 +427,9 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     session.rows.units_of_calls.from_loader = is_ours and sampler.units is not None
     session.rows.units_of_calls.are_items = is_ours
     session.rows.padding.rows = getattr(sampler, "rows", None)
-    session.rows.whole_batches = is_ours and sampler.announce.strict
+    session.rows.whole_batches = is_ours and sampler.draws.strict
     if is_ours:
-        sampler.announce.follow(module)
+        sampler.follow(module)
         module.forbid_grad_accumulation()  # a second backward is of the same samples
     elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
@@ -450,7 +445,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
             silent += draw is None
             if draw is not None and draw.stepped:
                 _warn(engine, f"a second step on batch {draw.number} of the loader")
-            elif draw is None and silent > sampler.drawn - sampler.announce.given:
+            elif draw is None and silent > sampler.drawn - sampler.given:
                 found = "a step on a batch that the loader which make_private returned did not give"
                 _warn(engine, f"{found} for it")
         session.rows.draws.note_step(draw)

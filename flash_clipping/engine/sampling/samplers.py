@@ -8,10 +8,9 @@ own samples. Samplers of other batches are in :mod:`flash_clipping.noise.process
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -25,47 +24,6 @@ from flash_clipping.capture.draws import DrawnBatch, Draws
 from flash_clipping.engine.sampling.units import Users
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses
-
-
-@dataclass(eq=False)
-class BatchSizeNotifier:
-    """Gives the wrapped model's ledger what the loader gives to the loop.
-
-    Attributes:
-        strict: whether forwards must be of such batches, row by row.
-        last: the batch, or part, that was drawn last, whichever iterator it is for.
-        given: of how many draws the loop was given something.
-        in_parts: whether that are parts, of which the sampler says how many there are.
-        by_loader: whether the loader announces ``last`` itself, and not what collates it.
-    """
-
-    strict: bool
-    last: DrawnBatch = field(default_factory=lambda: DrawnBatch(-1, 0, 0))
-    given: int = 0
-    in_parts: bool = False
-    by_loader: bool = False
-    _number: int | None = None
-    _module: weakref.ref[Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:  # a worker has no model
-        return self.__dict__ | {"_module": None}
-
-    def follow(self, module: Any) -> None:
-        """Give to this wrapped model, or hooks, from now on."""
-        self._module = weakref.ref(module)
-        module._session.rows.draws = Draws(self.strict)
-        module.follow_rows()
-
-    @property
-    def draws(self) -> Draws:
-        module = None if self._module is None else self._module()
-        return Draws() if module is None else module._session.rows.draws
-
-    def __call__(self, draw: DrawnBatch) -> None:
-        """The loop is given this batch, or a part of one."""
-        self.given += draw.number != self._number
-        self._number = draw.number
-        self.draws.give(draw)
 
 
 class PoissonSampler(UniformWithReplacementSampler):
@@ -82,6 +40,11 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     Attributes:
         drawn: batches that were ever drawn.
+        given: of how many of them the loop was given something.
+        draws: what the loop is given, until the model has used it.
+        last: the batch, or part, that was drawn last, whichever iterator it is for.
+        in_parts: whether the loop is given parts, as many as the sampler says.
+        by_loader: whether the loader announces ``last`` itself, and not what collates it.
         part_size: where the loader cuts batches into parts, the most samples of one.
         parts: in how many parts all processes then have to cut the batches that were drawn in this
             epoch, until they are taken.
@@ -105,6 +68,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     _most = 0
     _last: Draw | None = None
     _loops = 0
+    _number: int | None = None
 
     def __init__(
         self,
@@ -122,13 +86,27 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.stream = SecretStream() if stream is None else stream
         self.rank, self.world_size = rank, world_size
         self.drawn: int = 0
-        #: Batches of the running epoch that its loader has not given yet.
+        self.given: int = 0
+        self.last = DrawnBatch(-1, 0, 0)
+        self.in_parts = self.by_loader = False
+        self.draws = Draws(self.is_strict or units is not None)
+        #: Batches of the epoch that began last which its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
         #: Whether the loader that begins an epoch now announces what it gives. Where no sample was
         #: drawn it is given the first row of the data; for others their collate function does that.
         self.gives_a_row = False
-        self.announce = BatchSizeNotifier(self.is_strict or units is not None)
         self.parts: deque[int] = deque()
+
+    def follow(self, module: Any) -> None:
+        """Give to this wrapped model, or hooks, from now on."""
+        self.draws = module._session.rows.draws = Draws(self.draws.strict)
+        module.follow_rows()
+
+    def announce(self, draw: DrawnBatch) -> None:
+        """The loop is given this batch, or a part of one."""
+        self.given += draw.number != self._number
+        self._number = draw.number
+        self.draws.give(draw)
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]  # writeable there
@@ -136,13 +114,15 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self._sample_rate
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self._limit_for(sys._getframe(1)), self.gives_a_row)
-
-    def _batches(self, limit: int | None, gives_a_row: bool) -> Iterator[list[int]]:
-        """An epoch, in parts of ``limit`` samples at most."""
-        self.announce.in_parts, self.is_last_part = limit is not None, None
-        self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
+        return self._batches(self._limit_for(sys._getframe(1)), self.gives_a_row, pending)
+
+    def _batches(
+        self, limit: int | None, gives_a_row: bool, pending: deque[DrawnBatch]
+    ) -> Iterator[list[int]]:
+        """An epoch, in parts of ``limit`` samples at most."""
+        self.in_parts, self.is_last_part = limit is not None, None
+        self.draws.begin_epoch()
         self.parts, first = deque(), self.taken
         self._loops = loop = self._loops + 1
         try:
@@ -161,11 +141,11 @@ class PoissonSampler(UniformWithReplacementSampler):
                         part = replace(draw, samples=counted, rows=len(own))
                     if not own and gives_a_row:
                         own, part = [0], part.with_a_row()
-                    self.announce.last, self.announce.by_loader = part, gives_a_row
+                    self.last, self.by_loader = part, gives_a_row
                     pending.append(part)
                     yield own
         finally:  # a loop that was left early, too
-            self.announce.draws.end_epoch()
+            self.draws.end_epoch()
 
     def _limit_for(self, asking: FrameType) -> int | None:
         """How many samples a part may have, for the frame that asks for the first batch; ``None``:
