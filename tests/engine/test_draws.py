@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flash_clipping import (
-    AdaptiveBound,
     FlashPrivacyEngine,
     MicroBatches,
     NoStepWarning,
@@ -24,7 +23,6 @@ from flash_clipping import (
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
-from tests.support.draws import drawn
 from tests.support.errors import raises
 from tests.support.private import Private, TwoLayers, data
 from tests.support.users import IDS, private as of_users
@@ -117,28 +115,6 @@ def test_one_batch_twice_in_one_step_is_refused() -> None:
     optimizer.discard_step()
     backward(*next(batches))
     assert not any(map(torch.equal, before, module.parameters()))
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_parts_that_somebody_counts_are_of_one_batch(ahead: bool) -> None:
-    """``expect_samples`` tells that a forward is of some of them."""
-    module, optimizer, criterion, loader = private(noise_multiplier=0.0, max_grad_norm=1e6)
-    batches = iter(loader)
-    x, y = next(batches)
-    if ahead:  # as some loops fetch the next batch
-        next(batches)
-    criterion(module(x), y).backward()
-    expected = [p.grad.clone() for p in module.parameters()]
-    before = [p.detach().clone() for p in module.parameters()]
-    for part, labels, last in ((x[:3], y[:3], False), (x[3:], y[3:], True)):
-        optimizer.zero_grad()
-        module.expect_samples(len(part))
-        optimizer.signal_skip_step(not last)
-        criterion(module(part), labels).backward()
-        module.expect_samples(None)  # as trainers do before the last part's step
-        optimizer.step()
-    for p, was, grad in zip(module.parameters(), before, expected, strict=True):
-        assert torch.allclose(was - p, 0.1 * grad / BATCH, atol=1e-6)
 
 
 def test_a_loader_of_ones_own_after_passes_without_a_step() -> None:
@@ -677,25 +653,6 @@ def test_batches_that_were_left_out_are_named_once(loop: Any) -> None:
     assert "step() as always, on its row" in message and "MicroBatches(optimizer)" in message
 
 
-def with_workers(loop: Any) -> list[str]:
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    made = FlashPrivacyEngine(accountant="rdp").make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data(), batch_size=16, num_workers=2, prefetch_factor=3),
-        noise_multiplier=1.0,
-        max_grad_norm=0.1,
-    )
-    return warned_of_draws_without_step(lambda: loop(made))
-
-
-def test_batches_of_workers() -> None:
-    assert len(with_workers(too_few)) == 1
-    assert with_workers(left_early) == []
-
-
 # -- silent ----------------------------------------------------------------------------------------
 
 
@@ -782,51 +739,6 @@ def test_ordinary_loops_are_silent(loop: Any) -> None:
 
 
 # -- no samples ------------------------------------------------------------------------------------
-
-
-class Pictures(Dataset[Any]):
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((6,), float(index)), {"label": torch.tensor(index % 3)}
-
-
-@pytest.mark.every_pair
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", AdaptiveBound(0.5, 0.01, 10.0, 0.1)])
-def test_a_step_on_no_samples_is_noise_and_accounted(mode: str, clipping: str) -> None:
-    """Also of lists, as torchvision's detectors have them."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    plain = DataLoader(Pictures(), batch_size=1, collate_fn=lambda b: (*zip(*b, strict=True),))
-    engine = FlashPrivacyEngine(accountant="rdp")
-    module, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=plain,
-        noise_multiplier=0.05,
-        max_grad_norm=[0.1, 0.1] if clipping == "per_layer" else 0.1,
-        clipping=clipping,
-        mode=mode,
-    )
-    empty = 0
-
-    def train() -> None:
-        nonlocal empty
-        for images, targets in loader:
-            optimizer.zero_grad()
-            before = model.weight.detach().clone()
-            x, samples = torch.stack(images), drawn(module)
-            y = torch.stack([target["label"] for target in targets])
-            nn.functional.cross_entropy(module(x), y).backward()
-            empty += not samples
-            optimizer.step()
-            assert not torch.equal(before, model.weight)
-
-    assert warned_of_draws_without_step(train) == []
-    assert empty > 5
-    assert len(engine.accountant) == len(loader)
 
 
 def test_a_step_on_samples_needs_their_backward() -> None:

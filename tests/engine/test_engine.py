@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.schedulers import StepGradClip
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,17 +57,6 @@ def test_same_epsilon_as_opacus() -> None:
         assert flash.engine.get_epsilon(1e-5) > 0
 
 
-def test_make_private_with_epsilon() -> None:
-    options = {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2, "batch_size": 200}
-    hooks = EngineTraining(PrivacyEngine(accountant="rdp"), **options)
-    flash = EngineTraining(FlashPrivacyEngine(accountant="rdp"), mode="two_pass", **options)
-    assert flash.optimizer.noise_multiplier == hooks.optimizer.noise_multiplier
-    flash.steps(2 * len(flash.loader))
-    assert 2.9 < flash.engine.get_epsilon(1e-5) <= 3.01
-    assert isinstance(flash.wrapper, GradSampleModuleFlashClipping)
-    assert flash.wrapper.mode == "two_pass"
-
-
 @pytest.mark.parametrize(
     ("accountant", "epochs", "batches", "steps"), [("rdp", 3, 75, 225), ("pld", 1 / 49, 49, 1)]
 )
@@ -91,29 +79,6 @@ def test_the_target_is_not_exceeded_after_the_last_step(
     )
     engine.accountant.history = [(optimizer.noise_multiplier, 1 / batches, steps)]
     assert 7.99 < engine.get_epsilon(1e-3) <= 8.0
-
-
-@pytest.mark.usefixtures("randomness_of_opacus")
-@pytest.mark.parametrize(("mode", "poisson_sampling"), [("one_pass", True), ("two_pass", False)])
-def test_virtual_steps_equal_one_big_batch(mode: str, poisson_sampling: bool) -> None:
-    options: dict[str, Any] = {"mode": mode, "poisson_sampling": poisson_sampling, "lr": 0.5}
-    whole = EngineTraining(FlashPrivacyEngine(), **options).steps(5)
-    parts = EngineTraining(FlashPrivacyEngine(), **options)
-    torch.manual_seed(1)
-    physical = logical = 0
-    with BatchMemoryManager(
-        data_loader=parts.loader, max_physical_batch_size=24, optimizer=parts.optimizer
-    ) as loader:
-        for x, y in loader:
-            assert len(x) <= 24
-            parts.step(x, y)
-            physical += 1
-            logical = sum(steps for *_, steps in parts.engine.accountant.history)
-            if logical == 5:
-                break
-    assert physical > 20
-    assert_states_close(parts, whole, 1e-6)
-    assert parts.engine.accountant.history == whole.engine.accountant.history
 
 
 def test_checkpoint_resumes_where_it_was() -> None:

@@ -114,25 +114,6 @@ def test_an_optimizer_with_many_evaluations_is_refused() -> None:
         FlashPrivacyEngine().make_private(**given)
 
 
-@pytest.mark.parametrize("clipping", ["flat", AdaptiveBound()])
-@pytest.mark.parametrize("with_epsilon", [False, True])
-def test_a_criterion_is_returned_where_one_is_given(clipping: Any, with_epsilon: bool) -> None:
-    """As in Opacus: three values without a criterion, four with it."""
-    for criterion in ({}, {"criterion": None}, {"criterion": nn.CrossEntropyLoss(reduction="sum")}):
-        given = arguments(loss_reduction="sum", clipping=clipping, noise_multiplier=0.5)
-        engine = FlashPrivacyEngine(accountant="rdp")
-        make = engine.make_private
-        if with_epsilon:
-            del given["noise_multiplier"]
-            given |= {"target_epsilon": 50.0, "target_delta": 1e-5, "epochs": 1}
-            make = engine.make_private_with_epsilon
-        module, optimizer, *loss, loader = make(**given, **criterion)
-        assert isinstance(module, GradSampleModuleFlashClipping)
-        assert isinstance(optimizer, FlashDPOptimizer) and isinstance(loader, DataLoader)
-        assert (optimizer.adaptive is not None) == (clipping != "flat")
-        assert [one.criterion for one in loss] == [*filter(None, criterion.values())]
-
-
 def test_a_missing_accountant_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with raises("FC940", ImportError, match=r"accounting\]'"):

@@ -383,19 +383,6 @@ def test_a_scaler_cannot_unscale_a_private_optimizer(before: int) -> None:
     torch.amp.GradScaler("cpu", enabled=False).unscale_(private.optimizer)
 
 
-def test_a_plain_step_compares_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first steps, and every 16th: what happens in a loop happens there."""
-    private, compared = Private(), []
-    ledger = private.wrapper.running_step
-    for _ in range(33):
-        private.optimizer.zero_grad()
-        private.backward(4)
-        compared.append(ledger._elements is not None)
-        private.optimizer.step()
-        assert ledger._elements is None
-    assert [n + 1 for n, found in enumerate(compared) if found] == [*range(1, 8), 16, 32]
-
-
 def test_one_of_many_parameters_is_found_in_turn() -> None:
     private = Private(nn.Sequential(nn.Linear(6, 3), *[nn.Linear(3, 3) for _ in range(19)]))
     found = []
