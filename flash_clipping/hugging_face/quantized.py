@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import is_autocasting
@@ -45,40 +45,22 @@ class Float8LinearRule(LinearRule):
         return type(layer).forward(layer, x), (x, layer.weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        from torchao.float8.float8_training_tensor import GemmInputRole
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         without_input = GradRequest((False,), needs.params, needs.backend)
         _, factors = super().backward(layer, saved, grad_output, without_input)
         if not needs.input:
             return None, factors
-        config, (_, weight) = layer.config, saved
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
-        rows = _in_fp8(layer, rows, config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
-        cast = config.cast_config_weight_for_grad_input
-        weight = _in_fp8(layer, weight.t(), cast, GemmInputRole.WEIGHT).t()
-        return torch.mm(rows, weight).reshape(*grad_output.shape[:-1], -1), factors
-
-
-def _in_fp8(layer: Any, x: Tensor, cast: Any, role: Any) -> Tensor:
-    """The tensor as an operand of torchao's product in fp8, or as it is, by this configuration."""
-    from torchao.float8.config import ScalingType
-    from torchao.float8.float8_scaling_utils import (
-        get_maybe_axiswise_dim,
-        hp_tensor_to_float8_dynamic,
-    )
-
-    if cast.scaling_type is ScalingType.DISABLED:
-        return x
-    found: Tensor = hp_tensor_to_float8_dynamic(
-        x,
-        cast.target_dtype,
-        layer.linear_mm_config,
-        gemm_input_role=role,
-        scaling_granularity=cast.scaling_granularity,
-        axiswise_dim=get_maybe_axiswise_dim(-1, cast.scaling_granularity),
-        round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
-    )
-    return found
+        config, products, (_, weight) = layer.config, layer.linear_mm_config, saved
+        # As torchao's forward, which reads these settings alone, with operands of the backward.
+        products = products._replace(output=products.grad_input)
+        settings = SimpleNamespace(
+            cast_config_input=config.cast_config_grad_output,
+            cast_config_weight=config.cast_config_weight_for_grad_input,
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+        product = matmul_with_hp_or_float8_args.apply
+        return product(grad_output, weight, products, settings), factors
 
 
 @register_family(lambda layer: isinstance(layer, nn.Linear) and has_quantized_weight(layer))

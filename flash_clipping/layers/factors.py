@@ -212,38 +212,31 @@ class ScaledEmbeddingGrad(TableGrad):
         return cls(ids, scales, vectors, first.num_embeddings)
 
 
-class OfSeveralProcesses(PerSampleGrad):
+@dataclass
+class OfSeveralProcesses:
     """A gradient of this process's experts, of the samples of all processes that sent it rows.
 
     No process knows a sample's gradient alone: the backward pass of a sharded model adds norms
-    up over processes, and takes ``whole`` in the place of this.
+    up over processes, and takes ``whole``.
 
     Attributes:
         whole: for the samples of all processes, one process after the other.
         samples: which of them are this process's.
     """
 
-    def __init__(self, whole: PerSampleGrad, samples: Samples):
-        self.whole, self.samples = whole, samples
+    whole: PerSampleGrad
+    samples: Samples
 
     @property
     def batch_size(self) -> int:
         return self.samples.own
 
-    def sqnorms(self, backend: str) -> Tensor:
-        raise NotImplementedError
-
-    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+    def clipped_sum(self, coef_B: None, backend: str) -> Tensor:
         """Of all samples, with recording off: a ``DTensor``, as the parameter is one."""
-        if coef_B is not None:
-            raise NotImplementedError
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         mesh = self.samples.mesh
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(
-            self.whole.clipped_sum(None, backend), mesh, placements, run_check=False
+            self.whole.clipped_sum(coef_B, backend), mesh, placements, run_check=False
         )
-
-    def dense(self) -> Tensor:
-        raise NotImplementedError

@@ -317,7 +317,7 @@ class RoutedRule(Rule):
         grad_x_Md, grad_weight_Mk = arithmetic(params).backward(
             grad_Md, x_Md, weight_Mk, up_Nu, found, x_wanted, any(others_wanted)
         )
-        factors = found.factors
+        factors: dict[str, Any] = found.factors
         if exchange is not None:
             grad_x_Md = None if grad_x_Md is None else exchange.to_tokens(grad_x_Md)
             if grad_weight_Mk is not None:

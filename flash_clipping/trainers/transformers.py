@@ -139,8 +139,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
         self._shifts: bool | None = None
         self._loader: Any = None
-        #: The loader's source: the dataset as it was given, and its size.
-        self._drawn_from: tuple[Any, int] | None = None
         self._data_parallel: nn.Module | None = None
         self._trainings = 0
         super().__init__(*bound.args[1:], **bound.kwargs)
@@ -167,24 +165,19 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Poisson batches of ``train_dataset``, each a ``LogicalBatch``."""
-        dataset = self.train_dataset
-        known, size = self._drawn_from or (None, -1)
-        if dataset is None or dataset is not known or len(dataset) != size:  # type: ignore[arg-type]
-            plain = super().get_train_dataloader()
-            refuse_loader(plain)
-            size = len(plain.dataset)  # type: ignore[arg-type]
-            limit = self.privacy.max_physical_batch_size
-            is_cut = self.is_fsdp_enabled or layers_cut_by_transformers(self.model) > 1
-            self._drawn_from = (dataset, size)
-            self._loader = LogicalLoader.from_data_loader(
-                plain,
-                sample_rate=1 / -(-size // self._logical_batch_size),
-                part_size=limit or self.args.per_device_train_batch_size,
-                # Units have several rows, or parts of one: a part of these cannot be cut.
-                usual=None if limit or is_cut or self._units else self._usual_parts,
-                stream=self.run.sampling_stream,
-                distributed=self.args.world_size > 1,
-            )
+        plain = super().get_train_dataloader()
+        refuse_loader(plain)
+        limit = self.privacy.max_physical_batch_size
+        is_cut = self.is_fsdp_enabled or layers_cut_by_transformers(self.model) > 1
+        self._loader = LogicalLoader.from_data_loader(
+            plain,
+            sample_rate=1 / -(-len(plain.dataset) // self._logical_batch_size),  # type: ignore[arg-type]
+            part_size=limit or self.args.per_device_train_batch_size,
+            # Units have several rows, or parts of one: a part of these cannot be cut.
+            usual=None if limit or is_cut or self._units else self._usual_parts,
+            stream=self.run.sampling_stream,
+            distributed=self.args.world_size > 1,
+        )
         return self._loader
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
