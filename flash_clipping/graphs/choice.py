@@ -90,6 +90,11 @@ def _ended(timed: list[_Timed]) -> list[_Timed]:
     return [x for x in timed if x.ended and x.stop.query()]
 
 
+def memory_held(device: torch.device) -> int:
+    """Bytes of the tensors that are on a GPU now."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def excess_of_memory(most: int, device: torch.device) -> str:
     """Why a first graph takes too much, or "": the process has held ``most`` bytes before."""
     now = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

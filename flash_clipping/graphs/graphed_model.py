@@ -25,7 +25,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.told_rows import Told, draw_of
 from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue
-from flash_clipping.graphs.choice import Choice, excess_of_memory
+from flash_clipping.graphs.choice import BLOCKS, Choice, excess_of_memory, memory_held
 from flash_clipping.graphs.conditions import (
     PLAIN,
     are_alike,
@@ -81,6 +81,8 @@ class GraphedModel(GraphedStep):
         self.off: str | None = None
         self.choice = Choice()
         self._hooks = hooks_of(list(self._module().modules()))
+        #: The most memory that was held when a call that ran as it is began.
+        self._held = 0
         #: Backward of the replayed call that waits for it, as long as anybody can ask for it.
         self._waiting: weakref.ref[Any] | None = None
 
@@ -168,12 +170,15 @@ class GraphedModel(GraphedStep):
                 call.uses[:] = [graph.use]
                 return True
         uses = call.uses
-        return super()._is_warm(call) and uses[-1] == uses[-2] and bool(uses[-1].grads)
+        is_used_alike = super()._is_warm(call) and uses[-1] == uses[-2] and bool(uses[-1].grads)
+        # Beside sums of another part, and an optimizer's state, it would seem to take too much.
+        return is_used_alike and memory_held(call.device) <= self._held + BLOCKS
 
     def _warm_up(self, call: Call) -> Any:
         # Several calls in one backward come back together, to one norm of each sample.
         is_alone = self.off is None and bool(call.uses) and bool(call.uses[-1].grads)
         end = self.choice.begin(call.key, False, call.device) if is_alone else None
+        self._held = max(self._held, memory_held(call.device))
         output = self._run(call.args, call.kwargs)
         use, leaves = Use(), pytree.tree_leaves(output)
         numbers = differentiable(leaves)

@@ -22,6 +22,7 @@ from flash_clipping import (
     Kernels,
 )
 from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.graphs import graphed_model
 from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.errors import raises
 from tests.support.graphs import (
@@ -105,6 +106,20 @@ def test_other_sizes_are_captured_when_they_are_met_and_evaluation_runs_as_it_is
     assert graphed.replays == 4
     assert_same_tensors(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
     assert graphed.replays == 5
+
+
+def test_a_first_capture_waits_for_a_call_beside_as_much_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An optimizer's state comes after the first steps, and would seem to be the graph's."""
+    now = [0]
+    monkeypatch.setattr(graphed_model, "memory_held", lambda device: now[0])
+    graphed, replays = Training(True), list[int]()
+    for number, x in enumerate(batches(7)):
+        now[0] = 2**30 if number > 2 else 0
+        graphed.results(x)
+        replays.append(graphed.replays)
+    assert replays == [0, 0, 0, 0, 1, 2, 3]
 
 
 def test_another_bound_is_captured_anew() -> None:
