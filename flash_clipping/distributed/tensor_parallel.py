@@ -22,7 +22,6 @@ Shape suffixes: ``B`` samples, ``R`` rows of a batch, ``P`` parameters.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +33,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flash_clipping.capture.draws import row_hashes
+from flash_clipping.capture.draws import row_hashes, scrambled
 from flash_clipping.capture.inputs import arrived, batched_inputs, tensors_in
 from flash_clipping.capture.layer_inputs import ReadsNoSamples
 from flash_clipping.capture.session import ClippingSession
@@ -299,8 +298,8 @@ class TensorParallelLayers:
         session.options.layers_are_cut = True
         #: Of parameters, by their ``id``, as layers have found them in forward.
         self._shares: dict[int, Share] = {}
-        #: Numbers of the rows that the model was called with since the last backward, the latest.
-        self._marks: deque[Tensor] = deque(maxlen=16)
+        #: A number, ``[1]``, of all that the model was called with since the last backward.
+        self._number: Tensor | None = None
 
     def surround(self, taps: Iterable[Tap], handles: list[Any]) -> None:
         """Stand at the edge of every tapped layer.
@@ -348,9 +347,25 @@ class TensorParallelLayers:
                 "which all processes of a tensor mesh have alike: give it those, and lay them out "
                 "inside (PrepareModuleInput on a module below the model)."
             )
-        marks_R = _marks_of(tensors, self.session.options.batch_axis)
-        if marks_R is not None:
-            self._marks.append(marks_R)
+        axis = self.session.options.batch_axis
+        own = [x for x in tensors if x.dim() > axis and x.layout is torch.strided and not x.is_meta]
+        for x in own:
+            if x.shape[axis] == own[0].shape[axis]:
+                self.note_samples(x)
+
+    def note_samples(self, x: Tensor) -> None:
+        """What shows that processes run the same samples: these bits, and their places."""
+        number = row_hashes(x.unsqueeze(0))
+        if self._number is not None:
+            number += 31 * self._number.to(number.device)
+        self._number = number
+
+    def take_number(self, like_B: Tensor) -> Tensor:
+        """``[B]``: a whole number below 2^20 of all that was noted since the last backward. What
+        differs has another one but for one pair in a million."""
+        number, self._number = self._number, None
+        found_B = torch.zeros_like(like_B)
+        return found_B if number is None else found_B + (scrambled(number) & 0xFFFFF).to(like_B)
 
     def _take_local(
         self, tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -365,33 +380,6 @@ class TensorParallelLayers:
                 "that all processes have alike (output_layouts=Replicate())."
             )
         return tuple(map(arrived, args)), {name: arrived(x) for name, x in kwargs.items()}
-
-    def take_marks(self, rows: int) -> Tensor | None:
-        """Numbers of the rows of all calls since the last backward, ``[R]``, where they are known;
-        of calls of so many rows."""
-        marks = [marks_R for marks_R in self._marks if len(marks_R) == rows]
-        self._marks.clear()
-        return torch.stack(marks).sum(0) if marks else None
-
-
-def _marks_of(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
-    """A whole number below 2^20 for every row, of the bits of its inputs: ``[R]``, int64.
-
-    Different inputs have different numbers but for one pair in a million. ``None`` without inputs.
-    """
-    found: Tensor | None = None
-    for x in tensors:
-        if x.dim() <= axis or x.is_meta or x.layout is not torch.strided:
-            continue
-        hashes = row_hashes(x, axis)
-        if found is None:
-            found = hashes
-        elif len(hashes) == len(found):
-            found = found.to(hashes.device) * 31 + hashes
-    if found is None:
-        return None
-    mixed = (found ^ (found >> 31)) * 0x4F1BBCDCBFA53E0B
-    return (mixed >> 40) & 0xFFFFF
 
 
 # -- a backward pass -------------------------------------------------------------------------------
@@ -463,7 +451,9 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         is_shard_P1 = to_device(shard_P, sq_PB.device, torch.int64).bool().unsqueeze(1)
         whole_B = torch.where(is_shard_P1, 0.0, sq_PB).sum(0)
         whole_B = torch.where(whole_B.isfinite(), whole_B, -1.0)  # to be compared as well
-        marks_B = self._marks_of_samples(whole_B)
+        if self.units is not None:
+            self.layers.note_samples(self.units.map.on(sq_PB.device).bins_M)
+        number_B = self.layers.take_number(whole_B)
         # What is not finite in one process is so for all: a document, say, of which one has lost
         # positions in its own columns.
         lost_B = ~sq_PB.isfinite().all(0)
@@ -472,31 +462,20 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
             [
                 torch.where(counted_PB, sq_PB, 0.0),  # not a product: 0 * inf is NaN
                 torch.where(counted_PB, doubt_PB, 0.0),
-                torch.stack([marks_B, marks_B.square(), whole_B, whole_B.square()]),
+                torch.stack([number_B, number_B.square(), whole_B, whole_B.square()]),
             ]
         )
         if B:
             dist.all_reduce(message, group=self.mesh.get_group())
         sq_PB, doubt_PB, alike_4B = message.split([P, P, 4])
-        marks_B, marks_sq_B, whole_B, whole_sq_B = alike_4B
+        number_B, number_sq_B, whole_B, whole_sq_B = alike_4B
         ranks = self.mesh.size()
         # n Σ x² = (Σ x)² where all x are the same; of whole numbers exactly.
-        check_on_device((ranks * marks_sq_B == marks_B.square()).all(), _OTHER_SAMPLES)
+        check_on_device((ranks * number_sq_B == number_B.square()).all(), _OTHER_SAMPLES)
         spread_B = ranks * whole_sq_B - whole_B.square()
         alike_B = (spread_B <= _ALIKE**2 * whole_B.square()) | ~sq_PB.isfinite().all(0)
         check_on_device(alike_B.all(), _OTHER_GRADIENTS)
         return sq_PB.sqrt().to(norms_PB), Doubts([(keys, doubt_PB.to(norms_PB))], doubts.scale)
-
-    def _marks_of_samples(self, like_B: Tensor) -> Tensor:
-        """Whole numbers below 2^20 that tell samples apart, as floats; 0 where none are known."""
-        units = self.units
-        marks_B = self.layers.take_marks(len(like_B) if units is None else len(units.map))
-        if marks_B is None:
-            return torch.zeros_like(like_B)
-        if units is not None:
-            bins_R = units.map.on(marks_B.device).bins_M
-            marks_B = marks_B.new_zeros(units.count + 1).index_add_(0, bins_R, marks_B)[:-1]
-        return (marks_B % (1 << 20)).to(like_B)
 
 
 class TensorParallelTwoWalks(TensorParallelBackwardPass, ShardedTwoWalks):
