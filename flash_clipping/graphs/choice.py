@@ -54,6 +54,11 @@ class Choice:
         #: By whether they are replays, and by layout; empty once the choice is made.
         self._timed: dict[bool, dict[Hashable, list[_Timed]]] = {False: {}, True: {}}
 
+    @property
+    def is_made(self) -> bool:
+        """Whether enough calls were timed."""
+        return not self._timed
+
     def begin(self, key: Hashable, replayed: bool, device: torch.device) -> Callable[[], None]:
         """Time a call that begins; call what comes back when its backward has ended."""
         if not self._timed or device.type != "cuda":

@@ -4,8 +4,9 @@ Rows that are no samples (copies of the last one) fill a batch up to one of a fe
 exactly 0 to the clipped sum. Padding on the right fills texts up to one of a few lengths.
 No text gets longer than the longest that the collator has made: nobody else knows what fits.
 
-A new shape is captured, which takes as long as several calls. So a batch is first filled up to a
-larger shape that was met, until all that filling has cost is what a capture costs.
+A new shape is captured, which takes as long as several calls. So once it is known that replays are
+worth it, a batch is first filled up to a shape that was met and is a little larger, until all that
+filling has cost is what a capture costs.
 
 A draw that is larger than a usual batch is cut: a replay of one more part costs the host little,
 and memory is that of a usual batch.
@@ -34,8 +35,9 @@ _TEXTS: dict[str, int | None] = {
     "labels": -100,
 }
 
-#: What a capture costs, in calls of its shape.
-CAPTURE = 8.0
+#: What a capture costs, in calls of its shape; and how many times larger the shape may be that a
+#: batch is filled up to before.
+CAPTURE, LARGER = 2.0, 1.25
 
 
 class Shape(NamedTuple):
@@ -117,7 +119,10 @@ class FewShapes:
         limit = max(1, size, most)
         others = tuple((key, x.shape[1:]) for key, x in tensors.items() if key not in widths)
         rows = min(max(1, -(-size // self.step)) * self.step, limit)
-        shape = self._near(Shape(rows, tuple(widths.items()), others), limit)
+        shape = Shape(rows, tuple(widths.items()), others)
+        if hooks._graphs.choice.is_made:  # which compares calls of one shape
+            shape = self._near(shape, limit)
+        self._met.add(shape)
         fills = _paddings(getattr(hooks._module, "config", None))
         wider = dict(tensors)
         for key, width in shape.widths:
@@ -131,15 +136,14 @@ class FewShapes:
         return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
 
     def _near(self, wanted: Shape, most: int) -> Shape:
-        """The shape that a batch gets, of so many rows at most."""
+        """A shape that was met, of so many rows at most, in place of one that was not."""
+        if wanted in self._met:
+            return wanted
         larger = [x for x in self._met if x.rows <= most and x.covers(wanted)]
-        if larger and wanted not in self._met:
-            nearest = min(larger, key=lambda x: x.area)
-            self._cost[wanted] += nearest.area / wanted.area - 1
-            if self._cost[wanted] < CAPTURE:
-                return nearest
-        self._met.add(wanted)
-        return wanted
+        nearest = min(larger, key=lambda x: x.area, default=wanted)
+        more = nearest.area / wanted.area
+        self._cost[wanted] += more - 1
+        return nearest if more <= LARGER and self._cost[wanted] < CAPTURE else wanted
 
     def _widths(self, part: Any, tensors: dict[str, Tensor]) -> dict[str, int]:
         """Rounded lengths of the texts, ``[B, T]``, that may be padded on the right.
