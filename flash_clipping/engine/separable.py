@@ -45,12 +45,10 @@ def compares_samples(
         return False
     # What has as many rows by chance, weights of classes say, may be no sample's.
     of_size = [i for i in tensors if leaves[i].shape[:1] == (samples,)]
-    cuts = [of_size]
-    if (first := [i for i in of_size if i in outputs or i < 2]) != of_size:
-        cuts.append(first)
-    even = samples // 2 * 2
-    order = torch.arange(even)
-    splits = [(order[: even // 2], order[even // 2 :]), (order[::2], order[1::2])]
+    cuts = {tuple(of_size), tuple(i for i in of_size if i in outputs or i < 2)}
+    half = samples // 2
+    order = torch.arange(2 * half)
+    splits = order, torch.cat([order[::2], order[1::2]])  # at the half
 
     def shown(wide: bool) -> bool:
         def grads(rows: Tensor, cut: Sequence[int], seed: int = 0) -> list[Tensor]:
@@ -72,27 +70,21 @@ def compares_samples(
                 raise _Unknown
             return [*found]
 
-        def differ(found: list[Tensor], expected: list[Tensor], factor: float = 1.0) -> bool:
+        def differ(rows: Tensor, found: list[Tensor], factor: float = 1.0) -> bool:
             slack = max(_SLACK.get(grad.dtype, 0.1) for grad in whole)
-            largest = max(float(grad.abs().max()) for grad in whole)
-            pairs = zip(found, expected, strict=True)
-            return any(float((a - factor * b).abs().max()) > slack * largest for a, b in pairs)
+            slack *= max(float(grad.abs().max()) for grad in whole)
+            pairs = [(x[rows.to(x.device)], y) for x, y in zip(whole, found, strict=True)]
+            return any(float((x - factor * y).abs().max()) > slack for x, y in pairs)
 
         for cut in cuts:
-            whole = grads(order, cut)
-            compares = False
-            for rows, others in splits:
-                halves = [
-                    ([grad[part.to(grad.device)] for grad in whole], grads(part, cut))
-                    for part in (rows, others)
-                ]
+            whole, compares = grads(order, cut), False
+            for rows in splits:
+                halves = grads(rows[:half], cut), grads(rows[half:], cut)
+                apart = [*map(torch.cat, zip(*halves, strict=True))]
                 # Halves of a mean have twice the gradient; those of a sum have the same.
-                compares |= all(
-                    any(differ(of_whole, alone, factor) for of_whole, alone in halves)
-                    for factor in (0.5, 1.0)
-                )
+                compares |= differ(rows, apart, 0.5) and differ(rows, apart)
             # With noise of its own, or a count of its calls, it differs again.
-            if not compares or differ(whole, grads(order, cut, seed=1)):
+            if not compares or differ(order, grads(order, cut, seed=1)):
                 return False
         return True
 
