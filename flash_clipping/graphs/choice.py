@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from statistics import median
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,22 +23,8 @@ SLOWER = 1.1
 LARGER, BLOCKS = 1.1, 2**27
 
 
-class _Timed:
-    """What lies between two events, and which part of its rows and positions the batch has."""
-
-    def __init__(self, fill: float):
-        self.fill = fill
-        self.start = torch.cuda.Event(enable_timing=True)
-        self.stop = torch.cuda.Event(enable_timing=True)
-        self.start.record()
-        self.ended = False
-
-    def end(self) -> None:
-        self.stop.record()
-        self.ended = True
-
-    def milliseconds(self) -> float:
-        return float(self.start.elapsed_time(self.stop))
+#: Of calls as they are, and of replays: see :class:`Choice`.
+_Pair: TypeAlias = tuple[list[Any], list[Any]]
 
 
 class Choice:
@@ -51,8 +39,9 @@ class Choice:
 
     def __init__(self) -> None:
         self.fill, self.why_not = 1.0, ""
-        #: By whether they are replays, and by layout; empty once the choice is made.
-        self._timed: dict[bool, dict[Hashable, list[_Timed]]] = {False: {}, True: {}}
+        #: By layout: calls, and replays, with what they were filled to, and their events; ``None``
+        #: once the choice is made.
+        self._timed: defaultdict[Hashable, _Pair] | None = defaultdict(lambda: ([], []))
 
     @property
     def is_made(self) -> bool:
@@ -61,38 +50,40 @@ class Choice:
 
     def begin(self, key: Hashable, replayed: bool, device: torch.device) -> Callable[[], None]:
         """Time a call that begins; call what comes back when its backward has ended."""
-        if not self._timed or device.type != "cuda":
+        if self._timed is None or device.type != "cuda":
             return lambda: None
-        timed = _Timed(self.fill)
-        self._timed[replayed].setdefault(key, []).append(timed)
-        return timed.end
+        fill, start, stop = self.fill, *[torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        start.record()
+
+        def end() -> None:
+            stop.record()
+            if self._timed is not None:
+                self._timed[key][replayed].append((fill, start, stop))
+
+        return end
 
     def keeps_replays(self) -> bool:
         """False once it was seen that calls as they are take less time."""
-        if not self._timed:
+        if self._timed is None:
             return not self.why_not
-        replays, calls = self._timed[True], self._timed[False]
-        both = [key for key in replays if key in calls]
-        pairs = {key: ([*map(_ended, (calls[key], replays[key]))]) for key in both}
-        pairs = {key: pair for key, pair in pairs.items() if all(pair)}
-        if sum(len(replayed) for _, replayed in pairs.values()) < TIMED:
+        as_it_is = replayed = count = 0.0
+        for pair in self._timed.values():
+            ended = [[timed for timed in of_one if timed[2].query()] for of_one in pair]
+            if not all(ended):
+                continue
+            calls, replays = ([x.elapsed_time(y) for _, x, y in of_one] for of_one in ended)
+            as_it_is += len(replays) * median(fill for fill, _, _ in ended[True]) * min(calls)
+            replayed += len(replays) * median(replays)
+            count += len(replays)
+        if count < TIMED:
             return True
-        as_it_is = replayed = 0.0
-        for eager, graphed in pairs.values():
-            fill = median(x.fill for x in graphed)
-            as_it_is += len(graphed) * fill * min(x.milliseconds() for x in eager)
-            replayed += len(graphed) * median(x.milliseconds() for x in graphed)
+        self._timed = None
         times = f"replays take {replayed:.0f} ms, and as many calls {as_it_is:.0f} ms"
-        self._timed.clear()
         if replayed > SLOWER * as_it_is:
             self.why_not = times
             return False
         logger.info("cuda_graphs='auto': %s: calls are replayed", times)
         return True
-
-
-def _ended(timed: list[_Timed]) -> list[_Timed]:
-    return [x for x in timed if x.ended and x.stop.query()]
 
 
 def memory_held(device: torch.device) -> int:

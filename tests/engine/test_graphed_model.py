@@ -23,6 +23,7 @@ from flash_clipping import (
 )
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.graphs import graphed_model
+from flash_clipping.graphs.choice import TIMED, Choice
 from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.errors import raises
 from tests.support.graphs import (
@@ -177,6 +178,54 @@ def test_another_loss_reduction_in_backward_is_refused() -> None:
     loss = squared_loss(graphed.model, (batches(1)[0],)).sum()
     with raises("FC704", match="loss_reduction"), graphed.model.summed_loss():
         loss.backward()
+
+
+class Event:
+    """One of a device whose clock a test turns."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = None
+
+    def record(self) -> None:
+        self.at = Event.clock
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(
+    ("call", "replay", "fill", "kept"),
+    [(10.0, 10.5, 1.0, True), (10.0, 12.0, 1.0, False), (10.0, 10.5, 0.5, False)],
+)
+def test_replays_are_kept_unless_calls_take_less_time(
+    call: float, replay: float, fill: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls by the fastest, replays by the median, and by which part of them is filled up."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    choice, device = Choice(), torch.device("cuda")
+
+    def timed(key: str, replayed: bool, milliseconds: float) -> None:
+        end = choice.begin(key, replayed, device)
+        Event.clock += milliseconds
+        end()
+
+    for milliseconds in (90.0, call, 30.0):
+        timed("a", False, milliseconds)
+    for _ in range(20):  # of a layout without a call beside it
+        timed("b", True, 1.0)
+    choice.begin("a", True, device)  # its backward never comes
+    choice.fill = fill
+    for number in range(TIMED):
+        assert choice.keeps_replays()
+        timed("a", True, replay if number else 99.0)
+    assert choice.keeps_replays() == kept == choice.keeps_replays()
+    assert bool(choice.why_not) != kept
+    choice.begin("a", True, device)()  # is timed no more
 
 
 class Noisy(nn.Module):
