@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist
 
-from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.segments import Segments, sums_of_tokens
+from flash_clipping.rules.registry import UnsupportedLayer
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ def are_parts(params: Sequence[Any]) -> bool:
     """Whether these parameters of experts lie in parts over a mesh.
 
     Raises:
-        ValueError: some of them do, and others do not.
+        UnsupportedLayer: some of them do, and others do not.
     """
     cut = [hasattr(param, "device_mesh") for param in params]
     if any(cut) and not all(cut):
-        raise InvalidValue(
+        raise UnsupportedLayer(
             "FC631 found parameters of experts of which some lie in parts over a mesh, and others "
             "are whole. Adapters around experts in parallel are not built: use "
             "flash_clipping.layers.MixtureOfExperts(..., rank=r)."

@@ -7,7 +7,7 @@ N = B·T·k rows, one for each choice of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -155,17 +155,16 @@ class MixtureOfExperts(nn.Module):
         Raises:
             ValueError: shapes that do not fit together, or ids that are no integers.
         """
-        self.check(x, expert_ids, weights)
         params = dict(zip(self._names, self.tensors(), strict=True))
-        y: Tensor = by_rule(_Unwrapped(), self, (x, expert_ids, weights), params)
+        y: Tensor = by_rule(MixtureOfExpertsRule(), self, (x, expert_ids, weights), params)
         return y
 
     def check(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """Raise ``ValueError`` for arguments of :meth:`forward` that do not fit."""
+        """Raise ``UnsupportedLayer`` for arguments of :meth:`forward` that do not fit."""
         fits = x.dim() >= 2 and x.shape[-1] == self.dim and expert_ids.shape == weights.shape
         fits = fits and expert_ids.shape[:-1] == x.shape[:-1] and expert_ids.dim() == x.dim()
         if not fits or expert_ids.is_floating_point() or not weights.is_floating_point():
-            raise InvalidValue(
+            raise UnsupportedLayer(
                 f"FC303 MixtureOfExperts: found x {tuple(x.shape)}, expert_ids "
                 f"{tuple(expert_ids.shape)} of {expert_ids.dtype} and weights "
                 f"{tuple(weights.shape)} of {weights.dtype}; expected [B, ..., {self.dim}], "
@@ -193,22 +192,21 @@ class MixtureOfExperts(nn.Module):
         )
 
 
-class _Unwrapped(RoutedRule):
-    """For an ordinary backward, in which matrices may be computed from anything."""
-
-    def described(self, layer: MixtureOfExperts) -> Described:
-        return Described(layer.tensors(), layer.arithmetic, layer.experts)
-
-
 @register_rule(MixtureOfExperts)
-class MixtureOfExpertsRule(_Unwrapped):
+class MixtureOfExpertsRule(RoutedRule):
     """The layer's own arithmetic both ways, and factors in the place of sums over all rows."""
 
     takes_samples = True
     allows_computed = True  # a frozen base that is kept in fewer bits, beside LoRA
 
-    def forward(self, layer: MixtureOfExperts, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        computed: Any = layer.parametrizations if parametrize.is_parametrized(layer) else {}
+    def described(self, layer: MixtureOfExperts) -> Described:
+        return Described(layer.tensors(), layer.arithmetic, layer.experts)
+
+    def call(
+        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """In an ordinary backward matrices may be computed from anything; here not."""
+        computed = layer.parametrizations if parametrize.is_parametrized(layer) else {}
         for name, of in computed.items():
             if any(param.requires_grad for param in of.parameters()):
                 raise UnsupportedLayer(
@@ -216,10 +214,10 @@ class MixtureOfExpertsRule(_Unwrapped):
                     "parameters, which have no per-sample gradients there; expected a frozen base, "
                     "with LoRA beside it (rank=)."
                 )
-        try:
-            layer.check(*inputs)
-        except ValueError as error:
-            raise UnsupportedLayer(str(error)) from error
+        return tapped(*args, **kwargs)
+
+    def forward(self, layer: MixtureOfExperts, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        layer.check(*inputs)
         return super().forward(layer, *inputs)
 
 

@@ -32,7 +32,7 @@ from flash_clipping.ops.segments import (
     segment_sums,
     sums_of_tokens,
 )
-from flash_clipping.rules.registry import GradRequest, Grads, Rule, UnsupportedLayer
+from flash_clipping.rules.registry import GradRequest, Grads, Rule
 
 
 @dataclass
@@ -286,12 +286,9 @@ class RoutedRule(Rule):
         tensors, arithmetic, experts, arranged = self.described(layer)
         parts: Sequence[Any] = tensors
         exchange = None
-        try:
-            if are_parts(parts):
-                exchange = Exchange(expert_ids, experts, parts[0].device_mesh)
-                parts = [part.to_local() for part in parts]
-        except ValueError as error:
-            raise UnsupportedLayer(str(error)) from error
+        if are_parts(parts):
+            exchange = Exchange(expert_ids, experts, parts[0].device_mesh)
+            parts = [part.to_local() for part in parts]
         tokens, *params = autocast_operands(x, *parts)
         # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
         params = [param.to(tokens.dtype) for param in params]
