@@ -258,27 +258,24 @@ class OneByOne:
             second, both = tensors_in(outputs[1]), self._run(call, *batch.of(groups[0] + groups[1]))
             if not len(first) == len(second) == len(both):
                 return {}
-            ways = [*map(way_of, first, second, both)]
-            same = [
-                torch.equal(x, y) and torch.equal(x, z)
-                for x, y, z in zip(first, second, both, strict=True)
-            ]
-            # Losses may be 0 for any sample.
-            open_yet = [now and not x.any() for now, x in zip(same, first, strict=True)]
-            of_parameters = {
-                memory_id(p.untyped_storage()) for p in self.session.options.trainable()
-            }
-            if any(same):
-                other = self._run(call, *map_tensors(other_values, batch.of(groups[0])))
-                for n, x in enumerate(first if other else ()):
-                    if not same[n] or not torch.equal(x, other[n]):
-                        continue
-                    if not x.requires_grad:
-                        ways[n] = OF_NOBODY
-                    elif not open_yet[n] or memory_id(x.untyped_storage()) in of_parameters:
-                        raise FlashClippingError(_OF_PARAMETERS)
-            if not any(open_yet):
-                self._grow = ways
+            each = [*zip(first, second, both, strict=True)]
+            ways = [way_of(*of_three) for of_three in each]
+            alike = [n for n, (x, y, z) in enumerate(each) if x.equal(y) and x.equal(z)]
+            given = map_tensors(other_values, batch.of(groups[0])) if alike else None
+            other = self._run(call, *given) if given else []
+            params = {memory_id(p.untyped_storage()) for p in self.session.options.trainable()}
+            is_known = True
+            for n in alike:
+                x = first[n]
+                may_be_loss = not x.any()  # which may be 0 for any sample
+                is_known &= not may_be_loss
+                if not other or not torch.equal(x, other[n]):
+                    continue
+                if not x.requires_grad:
+                    ways[n] = OF_NOBODY
+                elif not may_be_loss or memory_id(x.untyped_storage()) in params:
+                    raise FlashClippingError(_OF_PARAMETERS)
+            self._grow = ways if is_known else None
         return {id(x): way for x, way in zip(first, ways, strict=True) if way is not None}
 
     def _run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from flash_clipping.trainers.private_run import (
     PrivateRun,
     ReportsPrivacy,
 )
-from flash_clipping.trainers.refused import refuse_if
 
 __all__ = ["PrivacyArguments", "PrivateTraining"]
 
@@ -193,41 +191,45 @@ class PrivateTraining(ReportsPrivacy, Callback):
 def _refuse(trainer: Any, model: nn.Module) -> None:
     """Refuse settings with which a step would not be private, each by its name."""
     several = trainer.world_size > 1
-    refuse = partial(refuse_if, who="FC820 PrivateTraining")
-    refuse(
-        several and not has_shards(model),
-        f"{trainer.world_size} processes, and {type(model).__name__} whole in each of them",
-        "Call fully_shard in configure_model, on its blocks and on the module itself that is "
-        "private, or parallelize_module, with Trainer(strategy=ModelParallelStrategy("
-        "data_parallel_size=..., tensor_parallel_size=...)); or train on one device: "
-        "Trainer(devices=1)",
-    )
-    refuse(
-        several and trainer._accelerator_connector.use_distributed_sampler,
-        "use_distributed_sampler=True",
-        "Every process draws its own samples. Use Trainer(use_distributed_sampler=False)",
-    )
-    refuse(
-        getattr(trainer.precision_plugin, "scaler", None) is not None,
-        f"precision={trainer.precision!r}",
-        "It scales the loss: samples would be clipped by their scaled gradients. Use "
-        "precision='bf16-mixed'",
-    )
-    refuse(
-        trainer.gradient_clip_val,
-        f"gradient_clip_val={trainer.gradient_clip_val}",
-        "Samples are clipped already, by PrivacyArguments.max_grad_norm. Leave it out",
-    )
-    refuse(
-        trainer.accumulate_grad_batches != 1,
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-        "A Poisson batch is one step. Give the loader the batch size of a step, and "
-        "PrivacyArguments(max_physical_batch_size=...) what fits in memory",
-    )
-    refuse(trainer.overfit_batches, "overfit_batches", "Leave it out")
-    refuse(
-        len(trainer.optimizers) != 1,
-        f"{len(trainer.optimizers)} optimizers",
-        "One optimizer takes the clipped sums. Use one, with a parameter group for whatever needs "
-        "settings of its own",
-    )
+    refused = [
+        (
+            several and not has_shards(model),
+            f"{trainer.world_size} processes, and {type(model).__name__} whole in each of them",
+            "Call fully_shard in configure_model, on its blocks and on the module itself that is "
+            "private, or parallelize_module, with Trainer(strategy=ModelParallelStrategy("
+            "data_parallel_size=..., tensor_parallel_size=...)); or train on one device: "
+            "Trainer(devices=1)",
+        ),
+        (
+            several and trainer._accelerator_connector.use_distributed_sampler,
+            "use_distributed_sampler=True",
+            "Every process draws its own samples. Use Trainer(use_distributed_sampler=False)",
+        ),
+        (
+            getattr(trainer.precision_plugin, "scaler", None) is not None,
+            f"precision={trainer.precision!r}",
+            "It scales the loss: samples would be clipped by their scaled gradients. Use "
+            "precision='bf16-mixed'",
+        ),
+        (
+            bool(trainer.gradient_clip_val),
+            f"gradient_clip_val={trainer.gradient_clip_val}",
+            "Samples are clipped already, by PrivacyArguments.max_grad_norm. Leave it out",
+        ),
+        (
+            trainer.accumulate_grad_batches != 1,
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            "A Poisson batch is one step. Give the loader the batch size of a step, and "
+            "PrivacyArguments(max_physical_batch_size=...) what fits in memory",
+        ),
+        (bool(trainer.overfit_batches), "overfit_batches", "Leave it out"),
+        (
+            len(trainer.optimizers) != 1,
+            f"{len(trainer.optimizers)} optimizers",
+            "One optimizer takes the clipped sums. Use one, with a parameter group for whatever "
+            "needs settings of its own",
+        ),
+    ]
+    for found, name, advice in refused:
+        if found:
+            raise InvalidValue(f"FC820 PrivateTraining: found {name}. {advice}.")

@@ -85,20 +85,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             (``class PrivateDPO(PrivateTrainer, DPOTrainer)``).
         privacy: how private the run is.
 
-    Meaning of ``TrainingArguments`` here:
-        per_device_train_batch_size: samples that are on the device at a time, ``b``. A draw of more
-            than ``a b`` samples is cut into equal parts of at most ``b`` while steps are replayed
-            as CUDA graphs. Otherwise it runs in ``a`` parts as well, each of at most ``b + 5 √b``;
-            when that runs out of memory, parts have at most ``b`` from then on. Models in shards,
-            and ``PrivacyArguments.max_physical_batch_size``, keep to their limit from the start.
-        gradient_accumulation_steps: ``a``; the expected batch of a step has ``a b n`` samples, in
-            ``n`` processes with samples of their own. A step draws every one of the ``N`` samples
-            with probability ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in
-            an epoch.
-        auto_find_batch_size: a part that runs out of memory is halved and run again, and so are
-            those that follow; ``b`` is where it begins. Batches, noise and accounting are the same.
-        max_grad_norm: the clipping bound of every *sample's* gradient, unless
-            ``PrivacyArguments.max_grad_norm`` is given. The noisy sum is not clipped again.
+    A step draws each sample with one probability, and clips its gradient by ``max_grad_norm``.
+    ``docs/trainers.md`` says what the arguments of ``TrainingArguments`` mean here.
 
     ``trainer.args`` is a copy, in which these hold what the Trainer's own loop is to do.
 
