@@ -81,65 +81,61 @@ class _Shard:
         return part if part.device == self.device else part.to(self.device)
 
 
+@dataclass
 class _Bucket:
     """Parameters whose sums one operation reduces.
 
-    Args:
-        places: of these parameters among all that are trainable, the last first.
-        shards: of the same, in the order in which all processes have them.
+    Attributes:
         dtype, device: of the sums.
         group: of processes that have a shard each; ``None`` where nothing is cut: all have had the
             same samples, or the parameter is of experts in parallel, which nobody gathers.
         replicas: groups of those that have the same shard and had other samples.
+        room: bytes for further parameters.
+        places: of the parameters among all that are trainable, the last first.
+        shards: of the same, in the order in which all processes have them.
     """
 
-    def __init__(
-        self,
-        places: list[int],
-        shards: list[_Shard],
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        replicas: tuple[Any, ...],
-    ):
-        self.places, self.shards, self.dtype, self.device = places, shards, dtype, device
-        self.group, self.replicas = group, replicas
-        # Parts lie on 16 bytes each, as kernels want it of gradients.
-        each = max(ALIGNMENT // dtype.itemsize, 1)
-        self._sizes = [-(-shard.part.numel() // each) * each for shard in shards]
-        #: What lies between parts is read where bits, or replicas, are added up.
-        pairs = zip(self._sizes, shards, strict=True)
-        is_full = all(n == shard.part.numel() for n, shard in pairs)
-        self._make: Any = torch.empty if is_full else torch.zeros
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup | None
+    replicas: tuple[Any, ...]
+    room: int
+    places: list[int] = field(default_factory=list)
+    shards: list[_Shard] = field(default_factory=list)
 
     def launch(self, totals: Sequence[Tensor | None]) -> _Flight:
         """Begin to reduce these sums."""
-        dtype, device = self.dtype, self.device
         pairs = zip(self.shards, totals, strict=True)
-        sent = [shard.to_send(total, dtype, device) for shard, total in pairs]
+        sent = [shard.to_send(total, self.dtype, self.device) for shard, total in pairs]
         if self.group is None:
-            return _Flight(self, None, None, [], sent)
-        arrives = self._make(sum(self._sizes), dtype=dtype, device=device)
-        parts = []
+            return _Flight(self, parts=sent)
+        # Parts lie on 16 bytes each, as kernels want it of gradients.
+        each = max(ALIGNMENT // self.dtype.itemsize, 1)
+        counts = [shard.part.numel() for shard in self.shards]
+        sizes = [-(-n // each) * each for n in counts]
+        # What lies between parts is read where bits, or replicas, are added up.
+        make: Any = torch.empty if sizes == counts else torch.zeros
+        arrives = make(sum(sizes), dtype=self.dtype, device=self.device)
         # Not split(), whose views have one version: each part becomes a gradient of its own.
-        pieces = torch.unsafe_split_with_sizes(arrives, self._sizes)
-        for shard, piece in zip(self.shards, pieces, strict=True):
-            n = shard.part.numel()
-            parts.append((piece if len(piece) == n else piece[:n]).view(shard.part))
+        pieces = torch.unsafe_split_with_sizes(arrives, sizes)
+        parts = [
+            (piece if len(piece) == n else piece[:n]).view(shard.part)
+            for shard, piece, n in zip(self.shards, pieces, counts, strict=True)
+        ]
         work = reduce_scatter_many(parts, sent, self.group)
-        return _Flight(self, work, arrives, sent, parts)
+        return _Flight(self, parts, work, arrives, sent)
 
 
 @dataclass
 class _Flight:
-    """A bucket on its way: what is sent, until it has arrived, and the buffer and the parts of what
-    arrives."""
+    """A bucket on its way: the parts of what arrives, their buffer, and what is sent, until it has
+    arrived."""
 
     bucket: _Bucket
-    work: Any
-    arrives: Tensor | None
-    sent: list[Tensor]
     parts: list[Tensor]
+    work: Any = None
+    arrives: Tensor | None = None
+    sent: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> None:
         """On a GPU: let its stream wait."""
@@ -190,8 +186,8 @@ class Reducer:
         layout = [(id(param), param.dtype) for param in params], self.bucket_bytes
         if layout == self._layout:
             return self._buckets
-        found: list[tuple[Any, list[int], list[_Shard]]] = []
-        last: dict[Any, tuple[int, int]] = {}  # bucket of each kind, and its room
+        found: list[_Bucket] = []
+        last: dict[Any, _Bucket] = {}
         for place, param in enumerate(params):
             dtype = accumulation_dtype(param.dtype)
             mesh: Any = getattr(param, "device_mesh", None)
@@ -204,19 +200,16 @@ class Reducer:
                 replicas = (mesh.get_group(0),) if over else ()
             shard = _Shard(param, over)
             group = None if over is None else mesh.get_group(over)
-            device = shard.device if over is None else device_of(mesh)
-            kind = dtype, device, group, replicas
+            kind = dtype, shard.device if over is None else device_of(mesh), group, replicas
             nbytes = shard.gathered.numel() * dtype.itemsize
-            number, room = last.get(kind, (0, -1))
-            if nbytes > room:
-                number, room = len(found), self.bucket_bytes
-                found.append((kind, [], []))
-            found[number][1].append(place)
-            found[number][2].append(shard)
-            last[kind] = number, room - nbytes
-        self._layout = layout
-        self._buckets = [_Bucket(places, shards, *kind) for kind, places, shards in found]
-        return self._buckets
+            if kind not in last or nbytes > last[kind].room:
+                last[kind] = _Bucket(*kind, room=self.bucket_bytes)
+                found.append(last[kind])
+            last[kind].places.append(place)
+            last[kind].shards.append(shard)
+            last[kind].room -= nbytes
+        self._layout, self._buckets = layout, found
+        return found
 
 
 @dataclass

@@ -341,17 +341,18 @@ def refuse_repeats(dataset: Any) -> None:
     its parts and the objects of its lists tell."""
     if not (_table_of(dataset) or isinstance(dataset, Subset | ConcatDataset | list)):
         return
-    found: dict[int, list[Any]] = {}
-    sources = [*_sources(dataset, np.arange(len(dataset)))]
-    for source, index_R in sources:
-        found.setdefault(id(source), []).append(index_R)
-    again = any(len(np.unique(x)) < len(x) for x in map(np.concatenate, found.values()))
-    objects = [thing for source, index_R in sources for thing in _objects(source, index_R)]
-    if not again and len({*map(id, objects)}) == len(objects):
+    found: dict[Any, list[Any]] = {}
+    for source, numbers in _samples(dataset, np.arange(len(dataset))):
+        found.setdefault(source, []).append(numbers)
+    if all(
+        len(np.unique(numbers)) == len(numbers) for numbers in map(np.concatenate, found.values())
+    ):
         return
     line = "unit=Users(ids))  # one integer for every row, the same for a repeated one"
-    if isinstance(dataset, Subset) and sources[0][0] is dataset.dataset and again:
-        line = "unit=Users(data_loader.dataset.indices))"
+    if isinstance(dataset, Subset) and not isinstance(dataset.dataset, Subset | ConcatDataset):
+        places = np.asarray(dataset.indices) % len(dataset.dataset)  # type: ignore[arg-type]
+        if len(np.unique(places)) < len(places):
+            line = "unit=Users(data_loader.dataset.indices))"
     _refuse(
         f"a {type(dataset).__name__} that has a sample more than once",
         "It would count once for each of its places. Declare whose each is:\n"
@@ -359,21 +360,21 @@ def refuse_repeats(dataset: Any) -> None:
     )
 
 
-def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
-    """The datasets that these rows are of, in the end, with their numbers there. A dataset of
-    another kind than are known is one alone."""
+def _samples(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
+    """What tells these rows apart: where they are from in the end, and their numbers there. A
+    dataset of another kind than are known is one alone."""
     if not len(index_R):
         return
     index_R = index_R % len(dataset)  # numbers from the end
     if isinstance(dataset, Subset):
         places = np.asarray(dataset.indices)
         if places.dtype.kind in "iu":  # not names
-            yield from _sources(dataset.dataset, places[index_R])
+            yield from _samples(dataset.dataset, places[index_R])
     elif isinstance(dataset, ConcatDataset):
         starts = np.array([0, *dataset.cumulative_sizes])
         part_R = np.searchsorted(starts, index_R, side="right") - 1
         for place, part in enumerate(dataset.datasets):
-            yield from _sources(part, index_R[part_R == place] - starts[place])
+            yield from _samples(part, index_R[part_R == place] - starts[place])
     elif table := _table_of(dataset):
         if dataset._indices is not None:  # the table of what was selected
             index_R = dataset._indices.column(0).to_numpy().astype(np.int64)[index_R]
@@ -381,26 +382,22 @@ def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
         for chunk in table.column(0).chunks:
             first = next((x.address for x in chunk.buffers()[1:] if x), id(chunk))
             at.append(8 * first + chunk.offset + np.arange(len(chunk)))
-        yield None, np.concatenate(at)[index_R]
+        yield "memory", np.concatenate(at)[index_R]
     else:
-        yield dataset, index_R
+        yield id(dataset), index_R
+        if isinstance(dataset, list) and len(index_R) <= _MOST_OBJECTS:
+            # One object is one sample, but numbers, texts and tuples of these may be equal.
+            own: Any = list | dict | Tensor | np.ndarray
+            samples = [dataset[index] for index in index_R]
+            inside = [(x, *x) if isinstance(x, tuple) else (x,) for x in samples]
+            ids = [id(x[0]) for x in inside if any(isinstance(part, own) for part in x)]
+            yield "objects", np.array(ids, dtype=np.int64)
 
 
 def _table_of(dataset: Any) -> Any:
     """The table of a dataset of Hugging Face's."""
     package = type(dataset).__module__.partition(".")[0]
     return getattr(dataset, "_data", None) if package == "datasets" else None
-
-
-def _objects(source: Any, index_R: Any) -> list[Any]:
-    """The samples of a list that are one sample where they are one object: numbers, texts and
-    tuples of these may be shared by samples that are equal."""
-    own: Any = list | dict | Tensor | np.ndarray
-    if not isinstance(source, list) or len(index_R) > _MOST_OBJECTS:
-        return []
-    samples = [source[index] for index in index_R]
-    inside = [(x, *x) if isinstance(x, tuple) else (x,) for x in samples]
-    return [x[0] for x in inside if any(isinstance(part, own) for part in x)]
 
 
 def _refuse(found: str, advice: str) -> None:
