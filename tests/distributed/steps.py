@@ -714,22 +714,19 @@ def refusals(rank: int) -> Parts:
         fully_shard(model, ignored_params={model.head.weight})
         wrap(model)
 
-    def stepped(change: Any = None, backward: Any = None, plain: bool = False) -> None:
+    def stepped(change: Any = None, backward: Any = None) -> None:
         model = sharded(make())
         flash = wrap(model)
-        if plain:
-            FlashDPOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                noise_multiplier=1.0,
-                max_grad_norm=C,
-                expected_batch_size=SAMPLES,
-            )
         optimizer = optimizer_of(model, flash, 1.0)
         loss = F.cross_entropy(flash(ids), y)
         (backward or (lambda loss, model: loss.backward()))(loss, model)
         if change is not None:
             change(model)
         optimizer.step()
+
+    def followed_too_early() -> None:
+        flash = wrap(model := make())
+        optimizer_of(sharded(model), flash, 1.0)
 
     def past_a_tap() -> None:
         model = make()
@@ -751,7 +748,7 @@ def refusals(rank: int) -> Parts:
     return {
         "parts only": parts_only,
         "ignored": ignored,
-        "plain optimizer": lambda: stepped(plain=True),
+        "followed too early": followed_too_early,
         "changed": lambda: stepped(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-9)),
         "some": lambda: stepped(backward=lambda x, m: x.backward(inputs=[m.head.weight])),
         "split": split,
