@@ -92,9 +92,6 @@ class FactorSource:
         self.reads_constants = False
         #: Whether per-sample gradients are formed by functions' own backwards, and by no formula.
         self.by_function = False
-        #: Functions that were called with a parameter of it and samples, of which the next may go a
-        #: short way: in which epoch, in which dtype, and how many axes these had.
-        self.served: dict[Any, tuple[int, Any, int]] = {}
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
 

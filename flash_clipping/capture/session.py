@@ -397,20 +397,6 @@ class ClippingSession:
             call.answers[key] = None
         return answer
 
-    def knows_samples(self, call: ForwardCall, path: str, reads: int = 1) -> bool:
-        """Whether the next reads of this layer, which count as read then, are known to be samples;
-        their shapes are those of reads before them."""
-        if self.rows.positions is not None or path not in call.turns:
-            return False
-        if path in self.known.proven:
-            return True
-        of_call, place = call.turns[path]
-        known = self.known.reads.get(path, ())
-        if of_call >= len(known) or known[of_call][place : place + reads] != [True] * reads:
-            return False
-        call.turns[path][1] += reads
-        return True
-
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
         return len([*self._unspent()])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.proxies import proxy_ops
 from flash_clipping.capture.proxies.parameter_proxy import TableRows
 from tests.support.autograd import check_truth, check_with_dropout, truth_of_one_forward
 from tests.support.wrapping import MODES
@@ -193,27 +192,3 @@ def test_rows_that_are_the_same_only_as_they_are_made_are_exact(meeting: str) ->
         flash.zero_grad()
         flash(x).square().sum((1, 2)).mean().backward()
         check_truth(flash, model, truth, 1.0, 1e-9)
-
-
-def test_attention_takes_the_short_way_until_something_changes() -> None:
-    torch.manual_seed(0)
-    model = Scores(5, "causal", fused=True).double()
-    plain = copy.deepcopy(model)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    x = torch.randn(B, T, 4).double()
-
-    def short() -> int:
-        """Calls of attention that a step spares the general way."""
-        flash.zero_grad()
-        with mock.patch.object(proxy_ops, "_attention", side_effect=proxy_ops._attention) as spy:
-            flash(x).square().sum((1, 2)).mean().backward()
-        truth = truth_of_one_forward(plain(x).square().sum((1, 2)), plain)
-        check_truth(flash, model, truth, 1.0, 1e-9)
-        return len(model.layers) - spy.call_count
-
-    short()
-    assert short() == 3
-    for each in (model, plain):
-        each.layers.requires_grad_(False)
-        each.zero_grad()
-    assert short() == 2  # the first one's queries need no gradient

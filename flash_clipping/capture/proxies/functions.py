@@ -33,10 +33,8 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     unflattened,
 )
 from flash_clipping.capture.proxies.proxy_ops import (
-    SHORT_WAYS,
     expanded,
     mixed,
-    note_served,
     of_samples,
 )
 from flash_clipping.capture.row_layouts import Layout
@@ -59,9 +57,6 @@ _as_they_are = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, la
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
-    short = SHORT_WAYS.get(func)
-    if short is not None and (again := short(args, kwargs)) is not None:
-        return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
         return func(args[0].value, *args[1:], **kwargs)
@@ -117,8 +112,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 raise UnsupportedUse(tap, f"{name} changes a tensor in place")
             if axis and layout is None:
                 raise UnsupportedUse(tap, f"{name} adds axes to the batch")
-            if all(batched) and layout is None and short is not None:
-                note_served(func, bares[0], others[0])
             result = mixed(func, leaves, spec, batched, layout, count, use)
         if use and (call := tap.session.current_forward) is not None and call.reads is not None:
             call.reads.note_use(use, reads, result)

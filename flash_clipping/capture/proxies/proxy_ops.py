@@ -8,13 +8,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_clipping._compat import apply_of, is_autocasting, memory_id, transforms_are_active
+from flash_clipping._compat import apply_of, memory_id
 from flash_clipping.capture.factor_source import FactorSource, ordinary_gradients
-from flash_clipping.capture.forward_call import ForwardCall, in_backward
+from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
     READS_ROWS,
@@ -38,8 +37,7 @@ from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype, merge
 from flash_clipping.finish.backward_pass import Readers
-from flash_clipping.rules.linear import linear_backward
-from flash_clipping.rules.registry import GradRequest, own
+from flash_clipping.rules.registry import own
 
 #: In the place of the ordinary tensors of an operation.
 _TENSOR = torch.empty(0)
@@ -308,114 +306,6 @@ def _recorded(
     return [None] * len(params)
 
 
-# -- short ways ------------------------------------------------------------------------------------
-# Of what models call in every layer: ``F.linear`` with a module's own weight (routers), and
-# attention with a mask that comes from parameters (biases by relative position). The general way
-# makes some 190 calls; what may have changed since it did such a call is asked here.
-
-
-def note_served(func: Callable[..., Any], bare: ParameterProxy, x: Tensor) -> None:
-    """The general way has done this function of a stand-in, and samples: the next may take the
-    short one."""
-    tap = bare.tap
-    entered = tap.entered in (None, circumstances()) and torch.is_grad_enabled()
-    if entered and not in_backward() and not tap.by_function:
-        tap.served[func] = tap.session.proof.epoch, x.dtype, x.dim()
-
-
-def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> ForwardCall | None:
-    """The running call of the root, if what the function reads is known to be samples, and nothing
-    changed since the general way did it: a short way may. It counts as read."""
-    tap = bare.tap
-    session = tap.session
-    call = session.current_forward
-    if (
-        call is None
-        or call.reads is not None
-        or tap.served.get(func) != (session.proof.epoch, x.dtype, x.dim())
-        or session.known.layouts
-        or tap.entered not in (None, circumstances())
-        or not torch.is_grad_enabled()
-        or transforms_are_active()
-        or in_backward()
-        or not session.knows_samples(call, tap.path, reads)
-    ):
-        return None
-    return call
-
-
-def _short_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """``F.linear(x, weight)`` in a module that called it so before; ``None`` where it did not."""
-    if kwargs or len(args) != 2:
-        return None
-    x, bare = args
-    if bare.__class__ is not ParameterProxy or x.__class__ is not Tensor or not x.requires_grad:
-        return None
-    if (
-        bare.origin is None
-        or bare.value is not bare.origin.leaf
-        or bare.value.dtype != x.dtype
-        or not bare.is_kept
-        or is_autocasting()
-        or bare.tap.entered is None
-    ):
-        return None
-    call = _known(F.linear, bare, x)
-    if call is None:
-        return None
-    (weight,) = bare.leaves.values()
-    assert isinstance(weight, nn.Parameter)  # no rows of a table, whose values are a copy
-    call.used.append([weight])
-    return _apply_linear(bare.tap, call, x, weight)
-
-
-def _short_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Attention of samples whose mask is the same for all of them, likewise."""
-    mask = kwargs.get("attn_mask")
-    if mask.__class__ is not ParameterProxy or len(args) != 3:
-        return None
-    for x in args:
-        if x.__class__ is not Tensor or not x.requires_grad:
-            return None
-    query, rank = args[0], args[0].dim()
-    if not (mask.requires_grad and mask.value.requires_grad):
-        return None
-    if mask.dim() == rank and len(mask.value) != 1:
-        return None
-    if _known(F.scaled_dot_product_attention, mask, query, reads=3) is None:
-        return None
-    whole = of_samples(mask, _for_each(mask, len(query), rank))
-    return F.scaled_dot_product_attention(*args, **{**kwargs, "attn_mask": whole})
-
-
-#: By the function: its result, or ``None`` where it has to take the general way.
-SHORT_WAYS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]] = {
-    F.linear: _short_linear,
-    F.scaled_dot_product_attention: _short_attention,
-}
-
-
-_WEIGHT = frozenset(("weight",))
-
-
-class _LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tap: FactorSource, call: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tap, ctx.samples, ctx.weight = tap, call.batch_size, weight
-        return own(F.linear(x, weight))
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        refuse_second(ctx.tap)
-        needs = GradRequest((ctx.needs_input_grad[2],), _WEIGHT, ctx.tap.session.options.backend)
-        grad, factors = linear_backward(x, weight, G, needs)
-        found = [(ctx.weight, factors["weight"])]
-        return None, None, grad, *_recorded(ctx.tap, [ctx.weight], False, None, ctx.samples, found)
-
-
 # Transforms of torch.func were refused before.
 _apply: Callable[..., Tensor] = apply_of(_MixedFunction)
 _apply_expansion = apply_of(_Expansion)
-_apply_linear: Callable[..., Tensor] = apply_of(_LinearFunction)
