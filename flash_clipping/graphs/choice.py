@@ -46,7 +46,7 @@ class Choice:
     @property
     def is_made(self) -> bool:
         """Whether enough calls were timed."""
-        return not self._timed
+        return self._timed is None
 
     def begin(self, key: Hashable, replayed: bool, device: torch.device) -> Callable[[], None]:
         """Time a call that begins; call what comes back when its backward has ended."""

@@ -208,6 +208,7 @@ def test_replays_are_kept_unless_calls_take_less_time(
     """Calls by the fastest, replays by the median, and by which part of them is filled up."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     choice, device = Choice(), torch.device("cuda")
+    assert not choice.is_made
 
     def timed(key: str, replayed: bool, milliseconds: float) -> None:
         end = choice.begin(key, replayed, device)
@@ -221,9 +222,10 @@ def test_replays_are_kept_unless_calls_take_less_time(
     choice.begin("a", True, device)  # its backward never comes
     choice.fill = fill
     for number in range(TIMED):
-        assert choice.keeps_replays()
+        assert choice.keeps_replays() and not choice.is_made
         timed("a", True, replay if number else 99.0)
     assert choice.keeps_replays() == kept == choice.keeps_replays()
+    assert choice.is_made
     assert bool(choice.why_not) != kept
     choice.begin("a", True, device)()  # is timed no more
 
