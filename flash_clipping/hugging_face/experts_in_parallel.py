@@ -159,17 +159,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         if id(params[0]) not in self.slots.experts:
             super().record(path, params, factors, readers)
             return
-        self._note_samples(path, factors[0].samples)
-        self.elsewhere += params
-        whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
-        if readers is not None:
-            call, place = readers
-            count = partial(call.count_readers, place, params)
-            whole = stored_where_cheaper(whole, count, self.backend)
-        for param, factor in zip(params, whole, strict=True):
-            self._held.setdefault(id(param), []).append(factor)
-
-    def _note_samples(self, path: str, samples: Samples) -> None:
+        samples: Samples = factors[0].samples
         if self._samples is not None and self._samples.counts != samples.counts:
             raise FlashClippingError(
                 f"FC633 {path}: found experts with rows of {samples.counts} samples in the "
@@ -179,6 +169,14 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         self._samples = samples
         if samples.own != self.batch_size:
             self._check_batch_size(path, samples.own)
+        self.elsewhere += params
+        whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
+        if readers is not None:
+            call, place = readers
+            count = partial(call.count_readers, place, params)
+            whole = stored_where_cheaper(whole, count, self.backend)
+        for param, factor in zip(params, whole, strict=True):
+            self._held.setdefault(id(param), []).append(factor)
 
     def _of_whole_gradients(
         self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts

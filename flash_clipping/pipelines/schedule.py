@@ -219,7 +219,13 @@ class PrivateSchedule:
                 different numbers; a norm would be wrong.
             ValueError: another optimizer than :class:`PipelineFlashDPOptimizer` follows the module.
         """
-        self._check_optimizer()
+        running = self.module.running_step
+        if not isinstance(running.follower, PipelineFlashDPOptimizer | None):
+            raise InvalidValue(
+                f"FC642 PrivateSchedule.step: found {type(running.follower).__name__} as the "
+                "module's optimizer, whose noise could be the same in all stages. Use "
+                "make_private(distributed=Pipeline())."
+            )
         axis = self._session.options.batch_axis
         of_rounds = rounds(self._count(args, kwargs, target), self.capacity)
         if losses is not None:
@@ -241,7 +247,13 @@ class PrivateSchedule:
                 if losses is not None:
                     losses += of_losses
                 found.append(self._clip(one))
-            self._publish(found)
+            running.norms = Norms(
+                found[0].params,
+                torch.cat([one.norms_PB for one in found], 1),
+                torch.cat([one.total_B for one in found]),
+                torch.cat([one.upper for one in found]),
+            )
+            running.count_backward(running.norms.total_B, self._draw)
         return _joined(outputs, of_rounds, axis)
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
@@ -392,26 +404,6 @@ class PrivateSchedule:
             for number in sorted(self._held):
                 self._held.pop(number).complete(coef_MB[number])
         return found
-
-    def _publish(self, found: list[Norms]) -> None:
-        """Leave the norms of the batch where users look, and count it as one backward pass."""
-        running = self.module.running_step
-        running.norms = Norms(
-            found[0].params,
-            torch.cat([one.norms_PB for one in found], 1),
-            torch.cat([one.total_B for one in found]),
-            torch.cat([one.upper for one in found]),
-        )
-        running.count_backward(running.norms.total_B, self._draw)
-
-    def _check_optimizer(self) -> None:
-        follower = self.module.running_step.follower
-        if follower is not None and not isinstance(follower, PipelineFlashDPOptimizer):
-            raise InvalidValue(
-                f"FC642 PrivateSchedule.step: found {type(follower).__name__} as the module's "
-                "optimizer, whose noise could be the same in all stages. Use "
-                "make_private(distributed=Pipeline())."
-            )
 
 
 def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:

@@ -113,7 +113,15 @@ class PrivateRun:
         arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
-            self.noise_multiplier = self._noise_multiplier(rate)
+            if (noise := arguments.noise_multiplier) is None:
+                noise = least_noise(
+                    self.engine.accountant,
+                    target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]  # is given
+                    target_delta=arguments.target_delta,
+                    sample_rate=rate,
+                    steps=steps,
+                )
+            self.noise_multiplier = noise
         elif arguments.target_epsilon is not None and rate > self.sample_rate:
             raise InvalidValue(
                 f"FC583 target_epsilon={arguments.target_epsilon}: its noise was computed for "
@@ -152,18 +160,6 @@ class PrivateRun:
         if self.hooks is not None:
             self.hooks.cleanup()
             self.hooks = None
-
-    def _noise_multiplier(self, sample_rate: float) -> float:
-        arguments = self.arguments
-        if arguments.noise_multiplier is not None:
-            return arguments.noise_multiplier
-        return least_noise(
-            self.engine.accountant,
-            target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]  # given without noise_multiplier
-            target_delta=arguments.target_delta,
-            sample_rate=sample_rate,
-            steps=self.planned_steps,
-        )
 
     @property
     def steps(self) -> int:

@@ -80,7 +80,8 @@ def sample_losses(
             "expected 'labels' and 'logits', or start_positions and end_positions with their "
             f"logits. {_INSTEAD}"
         )
-    logits, target = _wide(logits), labels["labels"]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target = labels["labels"]
     problem = getattr(getattr(model, "config", None), "problem_type", None)
     if problem is None:
         kind = "multi" if target.is_floating_point() else "single"
@@ -214,10 +215,6 @@ def _logits_of(outputs: Any) -> Any:
     return part_of(outputs, "logits")
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 # -- the model's own loss: whether it shifts labels, and whether losses of samples are equal to it -
 #
 # transformers has no public answer to the first question, and a wrong one trains a language model
@@ -285,7 +282,10 @@ def compare(
             with seeded(model):  # ViTMAE draws what it hides
                 ours = losses(batch, 1)
             _compare(model, own, ours, "one sample")
-            found.setdefault(_count_of_labels(batch), sample)
+            # How many labels count: samples of different length differ in it.
+            named = [x for name, x in batch.items() if name.endswith("labels")]
+            counts = [int((x != IGNORED).sum()) for x in named if isinstance(x, Tensor)]
+            found.setdefault(sum(counts), sample)
         if len(found) == 2:
             break
     pair = list(found.values())
@@ -299,16 +299,11 @@ def compare(
             _compare(model, own, both[row : row + 1], "a sample in a batch of two")
 
 
-def tolerance_of(model: nn.Module, loss: Tensor) -> float:
-    """Relative differences between losses of a model that are rounding."""
-    dtypes = {loss.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-    if torch.is_autocast_enabled(loss.device.type):
-        dtypes.add(torch.get_autocast_dtype(loss.device.type))
-    return max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
-
-
 def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
-    tolerance = tolerance_of(model, own)
+    dtypes = {own.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+    if torch.is_autocast_enabled(own.device.type):
+        dtypes.add(torch.get_autocast_dtype(own.device.type))
+    tolerance = max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
     ours, expected = float(losses.sum()), float(own)
     if losses.shape == (1,) and abs(ours - expected) <= tolerance * max(1.0, abs(expected)):
         return
@@ -321,9 +316,3 @@ def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
         "        def compute_sample_losses(self, model, inputs):  # [B], not reduced\n"
         "            ..."
     )
-
-
-def _count_of_labels(batch: Mapping[str, Any]) -> int:
-    """How many labels count: samples of different length differ in it."""
-    labels = [x for name, x in batch.items() if name.endswith("labels") and isinstance(x, Tensor)]
-    return sum(int((x != IGNORED).sum()) for x in labels)

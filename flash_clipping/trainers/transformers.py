@@ -21,7 +21,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 
 from flash_clipping.engine.options import Kernels
-from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue, missing_extra
+from flash_clipping.errors import FlashClippingError, InvalidValue, missing_extra
 
 try:
     import accelerate as accelerate  # which Trainer needs later
@@ -177,14 +177,20 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             let_memory_grow()
             self._compare_with_own_loss()
             assert self.model is not None
+            kernels = Kernels(cuda_graphs="off" if self.args.world_size > 1 else "auto")
+            options: dict[str, Any] = {"kernels": kernels}
+            model = self.accelerator.unwrap_model(self.model)
+            inside = model.get_base_model() if hasattr(model, "peft_config") else model
+            names = {cls.__name__ for cls in type(inside).__mro__}
+            if names & set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()):
+                options["folded_modules"] = ("*",)  # choices [B, C, T] become rows [B · C, T]
             run.attach(
                 self._data_parallel or self.model,
                 prepared.optimizer,
                 self._loader,
                 max_grad_norm=self._max_grad_norm,
                 steps=num_training_steps,
-                options=_options_of(self.accelerator.unwrap_model(self.model))
-                | {"kernels": Kernels(cuda_graphs="off" if self.args.world_size > 1 else "auto")},
+                options=options,
             )
             prepared.optimizer = run.optimizer
             parts, collate = run.in_parts, self._loader.collate_fn
@@ -479,26 +485,15 @@ def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float
 
 def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """Arguments by the names of the trainer that comes after ``PrivateTrainer``; ``self`` first."""
-    after = cls.__mro__[cls.__mro__.index(PrivateTrainer) + 1 :]
-    for base in after:
+    for base in cls.__mro__[cls.__mro__.index(PrivateTrainer) + 1 :]:
         signature = inspect.signature(vars(base).get("__init__", lambda: None))
         named = signature.parameters.get("args")
-        if named is None or named.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue  # a mixin, which hands them on
-        bound = signature.bind(None, *arguments, **kwargs)
-        if base is not Trainer and bound.arguments.get("args") is None:
-            raise InvalidValue(
-                f"FC809 PrivateTrainer: found no args; expected those of {base.__name__}, "
-                f"args={named.annotation}."
-            )
-        return bound
-    raise InvalidType(f"FC809 PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
-
-
-def _options_of(model: Any) -> dict[str, Any]:
-    """Options of the engine that a kind of model needs."""
-    inside = model.get_base_model() if hasattr(model, "peft_config") else model
-    names = {cls.__name__ for cls in type(inside).__mro__}
-    if names & set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()):
-        return {"folded_modules": ("*",)}  # choices [B, C, T] become rows [B · C, T]
-    return {}
+        if named is not None and named.kind is not inspect.Parameter.VAR_POSITIONAL:
+            break  # the others are mixins, which hand them on
+    bound = signature.bind(None, *arguments, **kwargs)
+    if base is not Trainer and bound.arguments.get("args") is None:
+        raise InvalidValue(
+            f"FC809 PrivateTrainer: found no args; expected those of {base.__name__}, "
+            f"args={signature.parameters['args'].annotation}."
+        )
+    return bound

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flash_clipping import RandomAllocation, Shuffled
+from flash_clipping import PoissonSampling, RandomAllocation, Shuffled
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, Mechanism, least_noise
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import PldAccountant, releases_of
@@ -287,6 +287,19 @@ def test_a_step_that_is_refused_is_none() -> None:
     optimizer.noise_multiplier = 1.0
     step(module, optimizer, x)
     assert engine.accountant.history == [(1.0, 0.2, 2)]
+
+
+@pytest.mark.parametrize("mechanism", [RandomAllocation(), PoissonSampling(max_batch_size=20)])
+def test_two_backwards_of_one_batch_are_no_step(mechanism: Mechanism) -> None:
+    """A loop that allows them would release twice what a sample is accounted for."""
+    engine, module, optimizer, loader = private(mechanism)
+    module.allow_grad_accumulation()
+    x, _ = next(iter(loader))
+    for _ in range(2):
+        module(x).square().sum().backward()
+    with raises("FC512", match="found a step of 2 batches"):
+        optimizer.step()
+    assert not engine.accountant.history
 
 
 def test_a_target_finds_its_noise() -> None:
