@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +17,6 @@ from flash_clipping import (
     Users,
 )
 from tests.support import trainers
-from tests.support.hugging_face import gpt2
-from tests.support.one_sample import assert_clipped, one_at_a_time
 from tests.support.private import TwoLayers, data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,49 +68,6 @@ def test_the_engine_trains_as_in_other_modes(options: dict[str, Any]) -> None:
     assert history == other
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
-
-
-bert = functools.partial(
-    trainers.bert,
-    torch.float64,
-    vocab_size=17,
-    num_hidden_layers=2,
-    intermediate_size=12,
-    max_position_embeddings=16,
-)
-
-
-def texts() -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    mask = torch.arange(7) < torch.tensor([7, 4, 2, 5])[:, None]
-    return {"input_ids": torch.randint(1, 17, (4, 7)) * mask, "attention_mask": mask.long()}
-
-
-def lora() -> Any:
-    base = gpt2()
-    config = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.get_peft_model(base, config).double()
-
-
-@pytest.mark.parametrize("kind", ["BERT", "GPT-2", "LoRA"])
-def test_models_of_transformers_by_their_own_loss(kind: str) -> None:
-    batch = texts()
-    if kind == "BERT":
-        batch["labels"] = torch.tensor([0, 2, 1, 1])
-    else:
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-
-    def loop(model: Any, rows: Any) -> Tensor:
-        return model(**{name: x[[*rows]] for name, x in batch.items()}).loss
-
-    fresh = {"BERT": bert, "GPT-2": gpt2, "LoRA": lora}[kind]
-    norms, sums = one_at_a_time(fresh, loop, [[b] for b in range(4)])
-    wrapped = GradSampleModuleFlashClipping(fresh(), mode="one_by_one")
-    output = wrapped(**batch)
-    output.loss.backward()
-    assert_clipped(wrapped, norms, sums, 1e-9)
-    assert type(output) is type(fresh()(**batch)) and output.logits.shape[0] == 4
 
 
 def test_16_bit_sums_are_wide() -> None:

@@ -1,4 +1,4 @@
-"""A user's training script, as type checkers see it (``test_types.py``); it is not run.
+"""A user's training script, as type checkers see it (mypy, in CI); it is not run.
 
 Every line with ``type: ignore`` is a mistake that a checker must find.
 """
