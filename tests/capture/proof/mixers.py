@@ -194,6 +194,10 @@ def class_token_of_others(m: Any, h: Tensor) -> Tensor:
     return h + rows[: len(h)][:, None]
 
 
+def by_place(m: Any, h: Tensor) -> Tensor:
+    return m.layer(h + torch.arange(len(h), dtype=h.dtype)[:, None, None])
+
+
 def divided_by_the_size(m: Any, h: Tensor) -> Tensor:
     return m.layer(h) / len(h)
 
@@ -340,6 +344,7 @@ SEEN_BY_CHECK: dict[str, Inner] = {
     "order by values": ordered_by_values,
     "divided by the size": divided_by_the_size,
     "capacity": capacity,
+    "place in the batch": by_place,
 }
 
 #: The same of outputs: a gradient does not show what is only added to them.
