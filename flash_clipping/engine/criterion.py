@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,14 +144,16 @@ class FlashLoss(DPLossFastGradientClipping):
     def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
         while isinstance(criterion, DPLossFastGradientClipping):  # of an earlier make_private
             criterion = criterion.criterion
-        self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
-        self._takes: Mapping[str, inspect.Parameter] = {}
+        own = getattr(criterion, "reduction", None)
+        self._is_attribute = isinstance(own, str)
+        #: Defaults of a function's arguments, by name.
+        self._takes: dict[str, Any] = {}
         if not isinstance(criterion, nn.Module):
             with contextlib.suppress(TypeError, ValueError):  # some of C have no signature
-                self._takes = inspect.signature(criterion).parameters
-        own = criterion.reduction if self._is_attribute else None
-        if not self._is_attribute and "reduction" in self._takes:
-            default = self._takes["reduction"].default
+                known = inspect.signature(criterion).parameters
+                self._takes = {name: one.default for name, one in known.items()}
+        if not self._is_attribute:
+            default = self._takes.get("reduction")
             own = default if default in ("mean", "sum") else None
         self._name = getattr(criterion, "__name__", type(criterion).__name__)
         #: Whether its own mean, or sum, is known to be that of its losses.
@@ -174,10 +174,9 @@ class FlashLoss(DPLossFastGradientClipping):
             )
         #: Whether it was checked whether it compares samples; losses of PyTorch do not.
         self._is_separable = _is_of_pytorch(criterion)
-        # Opacus' class writes into the criterion that it is given.
-        stand_in: Any = SimpleNamespace(reduction=loss_reduction)
-        super().__init__(module, optimizer, stand_in, loss_reduction)
-        self.criterion = criterion
+        # Opacus' own writes into the criterion that it is given.
+        self.module, self.optimizer, self.criterion = module, optimizer, criterion
+        self.loss_reduction = loss_reduction
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
         """The user's loss of these arguments, sample by sample where it can be had.
@@ -207,17 +206,14 @@ class FlashLoss(DPLossFastGradientClipping):
                 own = self.criterion(*args, **kwargs)
         if shape is None and not (self._is_separable or captures):
             self._refuse_comparison(args, kwargs)
-        buffers = [*self.criterion.buffers()] if isinstance(self.criterion, nn.Module) else []
-        versions = [x._version for x in buffers]
+        before = self._buffers()
         losses = self._losses(*args, **kwargs)
-        if buffers:
-            self._refuse_changed(buffers, versions)
+        self._refuse_changed(before)
         self._refuse_broadcast((*args, *kwargs.values()), losses)
-        ignored = self._ignored(args, kwargs, losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
-            ignored = None if ignored is None else ignored.unflatten(0, shape[:2])
-        losses = self._of_samples(losses, ignored)
+        if losses.dim() > 1:
+            losses = self._of_samples(losses, self._counted(args, kwargs, losses))
         if isinstance(own, Tensor) and not own.dim() and losses.numel():
             mine = losses.detach()
             self._compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
@@ -225,13 +221,20 @@ class FlashLoss(DPLossFastGradientClipping):
             self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
 
-    def _refuse_changed(self, buffers: list[Tensor], versions: list[int]) -> None:
-        """``FlashClippingError`` if a call has changed these buffers of the criterion."""
+    def _buffers(self) -> list[tuple[str, Tensor, int]]:
+        """The criterion's, and how often each was changed."""
+        if not isinstance(self.criterion, nn.Module):
+            return []
+        return [(name, x, x._version) for name, x in self.criterion.named_buffers()]
+
+    def _refuse_changed(self, before: list[tuple[str, Tensor, int]]) -> None:
+        """``FlashClippingError`` if a call has changed the criterion's buffers."""
         if not getattr(self.module, "strict", True) or not torch.is_grad_enabled():
             return
-        now = [*self.criterion.named_buffers()]
-        for (name, buffer), before, version in zip(now, buffers, versions, strict=True):
-            if buffer is not before or buffer._version != version:
+        for (name, x, version), (_, was, version_before) in zip(
+            self._buffers(), before, strict=True
+        ):
+            if x is not was or version != version_before:
                 raise FlashClippingError(
                     f"FC450 criterion ({self._name}): its buffer {name!r} was changed by a call. "
                     "What it keeps of samples gets no noise. Use a criterion that only reads its "
@@ -243,15 +246,11 @@ class FlashLoss(DPLossFastGradientClipping):
         """``FlashClippingError`` for one that compares samples, by a batch that can be halved."""
         session: Any = getattr(self.module, "_session", None)
         call = None if session is None else session.current_forward
-        if (
-            call is None
-            or not call.recorded
-            or not session.mode.enabled
-            or not session.options.batch_first
-        ):
+        if call is None or not (call.recorded and session.mode.enabled):
             return
         samples = call.batch_size
-        if samples is None or samples < 4 or call.units is not None:
+        knows_samples = session.options.batch_first and call.units is None
+        if not knows_samples or samples is None or samples < 4:
             return
         self._is_separable = True
         whole: Any = self.criterion if isinstance(self.criterion, nn.Module) else nn.Module()
@@ -267,22 +266,18 @@ class FlashLoss(DPLossFastGradientClipping):
                 "    make_private(criterion=nn.CrossEntropyLoss(weight=weight), ...)"
             )
 
-    def _of_samples(self, losses: Tensor, ignored: Tensor | None) -> Tensor:
-        """``[B]``: over the further axes of losses, which lie behind that of samples."""
-        if losses.dim() < 2:
-            return losses
+    def _of_samples(self, losses: Tensor, counted: Tensor | None) -> Tensor:
+        """``[B]``: over the further axes of losses, which lie behind that of samples; ``counted``:
+        which of them count, if not all."""
         session = getattr(self.module, "_session", None)
         call = None if session is None or session.options.batch_first else session.current_forward
-        samples = None if call is None else call.batch_size
-        if samples is not None and samples != len(losses):
-            losses = losses.movedim(1, 0)
-            ignored = None if ignored is None else ignored.movedim(1, 0)
-        total_B = losses.flatten(1).sum(1)
+        axis = int(call is not None and call.batch_size not in (None, len(losses)))
+        total_B = losses.movedim(axis, 0).flatten(1).sum(1)
         if self.loss_reduction == "sum":
             return total_B
-        if ignored is None:
-            return total_B / max(1, losses.shape[1:].numel())
-        return total_B / (~ignored).flatten(1).sum(1).clamp(min=1)
+        if counted is None:
+            return total_B / max(1, losses.numel() // max(1, len(total_B)))
+        return total_B / counted.movedim(axis, 0).flatten(1).sum(1).clamp(min=1)
 
     def _losses(self, *args: Any, **kwargs: Any) -> Tensor:
         """The criterion's losses, not reduced where it can be asked for that."""
@@ -329,15 +324,16 @@ class FlashLoss(DPLossFastGradientClipping):
                 f"    loss = criterion(output, {line})"
             )
 
-    def _ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
-        """Where targets say that a loss does not count; ``None`` if nothing does."""
+    def _counted(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
+        """Which losses count, where targets say that some do not; ``None``: all of them."""
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        index = getattr(self.criterion, "ignore_index", self._takes.get("ignore_index"))
+        index = kwargs.get("ignore_index", index)
         if not isinstance(target, Tensor) or target.is_floating_point():
             return None
-        index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
-        if index is None and "ignore_index" in self._takes:
-            index = self._takes["ignore_index"].default
-        return target == index if isinstance(index, int) and target.shape == losses.shape else None
+        if target.shape not in (losses.shape, (losses.numel(),)) or not isinstance(index, int):
+            return None
+        return torch.ne(target, index).reshape(losses.shape)
 
     def _compare(self, own: Tensor, reduced: Tensor) -> None:
         """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
