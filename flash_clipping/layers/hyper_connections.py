@@ -107,9 +107,8 @@ class HyperConnections(nn.Module):
             self.bias[2 * n :].view(n, n).fill_diagonal_(SHARE_KEPT)
 
     def extra_repr(self) -> str:
-        s = self.settings
-        settings = f"norm_eps={s.norm_eps}, hc_eps={s.hc_eps}, iterations={s.iterations}"
-        return f"{self.dim}, streams={self.streams}, {settings}, transposed={self.transposed}"
+        others = f"{self.settings}, transposed={self.transposed}"
+        return f"{self.dim}, streams={self.streams}, {others}"
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sublayer's input, and the weights with which the streams go on.

@@ -87,9 +87,10 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.rank, self.world_size = rank, world_size
         self.drawn: int = 0
         self.given: int = 0
-        self.last = DrawnBatch(-1, 0, 0)
-        self.in_parts = self.by_loader = False
-        self.draws = Draws(self.is_strict or units is not None)
+        self.last: DrawnBatch = DrawnBatch(-1, 0, 0)
+        self.in_parts: bool = False
+        self.by_loader: bool = False
+        self.draws: Draws = Draws(self.is_strict or units is not None)
         #: Batches of the epoch that began last which its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
         #: Whether the loader that begins an epoch now announces what it gives. Where no sample was
