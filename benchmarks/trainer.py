@@ -361,7 +361,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         "oracle": oracle,
         "results": results,
     }
-    for name, _, method in itertools.product(models, range(options.rounds), methods):
+    # All models once before any again, for whoever ends it early.
+    for _, name, method in itertools.product(range(options.rounds), models, methods):
         results.append(_in_a_process([name], method, options))
         console.print(json.dumps(results[-1]))
         if options.json is not None:
