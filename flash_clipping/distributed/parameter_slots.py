@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,18 +55,8 @@ class Held:
         return self.destination if self.unsharded is None else self.unsharded
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place for a parameter. Tied parameters have several places."""
-
-    owner: nn.Module
-    name: str
-    held: Held
-
-    @property
-    def tensor(self) -> Any:
-        """What is there now."""
-        return self.owner._parameters[self.name]
+#: A place for a parameter: the module that has it, and its name there. Tied ones have several.
+Slot = tuple[nn.Module, str, Held]
 
 
 class ParameterSlots:
@@ -101,7 +92,7 @@ class ParameterSlots:
                 if id(param) not in self._by_id:
                     self.held.append(Held(f"{path}.{name}".lstrip("."), param))
                     self._by_id[id(param)] = self.held[-1]
-                of_module.append(Slot(module, name, self._by_id[id(param)]))
+                of_module.append((module, name, self._by_id[id(param)]))
 
     @property
     def gathering(self) -> list[nn.Module]:
@@ -110,8 +101,8 @@ class ParameterSlots:
 
     def look(self, module: nn.Module, _: Any = None) -> None:
         """A hook: see the unsharded parameters of a module that has gathered them."""
-        for slot in self._of_module[module]:
-            param, held = slot.tensor, slot.held
+        for owner, name, held in self._of_module[module]:
+            param: Any = owner._parameters[name]
             if isinstance(param, ParameterProxy) or param is None:
                 continue
             mesh = getattr(held.destination, "device_mesh", None)
@@ -125,8 +116,8 @@ class ParameterSlots:
     def is_sharded(self, module: nn.Module) -> bool:
         """Whether this module's parameters are shards now, which it would have to gather."""
         return isinstance(module, FSDPModule) and any(
-            slot.tensor is slot.held.destination and isinstance(slot.tensor, DTensor)
-            for slot in self._of_module[module]
+            owner._parameters[name] is held.destination and isinstance(held.destination, DTensor)
+            for owner, name, held in self._of_module[module]
         )
 
     def recorded(self) -> list[nn.Parameter]:
@@ -184,13 +175,12 @@ class ParameterSlots:
 
     def check(self) -> None:
         """Refuse shards that were exchanged since the model was wrapped."""
-        for slots in self._of_module.values():
-            for slot in slots:
-                found, held = slot.tensor, slot.held
-                known = found is held.destination or found is held.unsharded
-                if isinstance(found, DTensor) and not known:
-                    raise FlashClippingError(
-                        f"FC171 {held.name}: found another parameter than the one that "
-                        "was there when the model was wrapped, which the optimizer knows. Load "
-                        "weights without assign=True, or before the model is wrapped."
-                    )
+        for owner, name, held in chain.from_iterable(self._of_module.values()):
+            found = owner._parameters[name]
+            known = found is held.destination or found is held.unsharded
+            if isinstance(found, DTensor) and not known:
+                raise FlashClippingError(
+                    f"FC171 {held.name}: found another parameter than the one that was there when "
+                    "the model was wrapped, which the optimizer knows. Load weights without "
+                    "assign=True, or before the model is wrapped."
+                )

@@ -226,8 +226,23 @@ class LocalBoundary(Rule):
         return DTensor.from_local(output, mesh, [layout.output], run_check=False, **sizes)
 
     def local_layer(self, layer: Any) -> Any:
-        """The layer with this process's part of its parameters."""
-        return _local_layer(layer)
+        """The layer with this process's part of its parameters, as a rule reads it."""
+        local: Any = object.__new__(
+            type(layer)
+        )  # fully_shard leaves classes that copy() makes again
+        vars(local).update(vars(layer))
+        vars(local).pop("forward", None)
+        local._parameters = {name: local_of(param) for name, param in layer._parameters.items()}
+        weight = layer._parameters["weight"]
+        (cut,) = weight.placements
+        if _adds_no_bias(layer):
+            local._parameters["bias"] = None
+        elif isinstance(layer, nn.Embedding) and cut.is_shard(0):
+            start, rows = _own_words(weight)
+            local.num_embeddings = rows
+            if (padding := layer.padding_idx) is not None:
+                local.padding_idx = padding - start if start <= padding < start + rows else None
+        return local
 
     def local_parameters(self, layer: Any) -> dict[str, Any]:
         """Those of :meth:`local_layer`, in a trace."""
@@ -240,7 +255,7 @@ class LocalBoundary(Rule):
         return found
 
     def forward(self, layer: Any, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
-        local = _local_layer(layer)
+        local = self.local_layer(layer)
         output, saved = self.inner.forward(local, *inputs)
         local._parameters = {}  # whatever backward reads is among what was saved
         return output, (local, *saved)
@@ -256,24 +271,6 @@ class LocalBoundary(Rule):
             )
         local, *rest = saved
         return self.inner.backward(local, tuple(rest), arrived(grad_output), needs)
-
-
-def _local_layer(layer: Any) -> Any:
-    """The layer with this process's part of its parameters, as a rule reads it."""
-    local: Any = object.__new__(type(layer))  # fully_shard leaves classes that copy() makes again
-    vars(local).update(vars(layer))
-    vars(local).pop("forward", None)
-    local._parameters = {name: local_of(param) for name, param in layer._parameters.items()}
-    weight = layer._parameters["weight"]
-    (cut,) = weight.placements
-    if _adds_no_bias(layer):
-        local._parameters["bias"] = None
-    elif isinstance(layer, nn.Embedding) and cut.is_shard(0):
-        start, rows = _own_words(weight)
-        local.num_embeddings = rows
-        if (padding := layer.padding_idx) is not None:
-            local.padding_idx = padding - start if start <= padding < start + rows else None
-    return local
 
 
 def _adds_no_bias(layer: Any) -> bool:

@@ -116,11 +116,21 @@ class StepInParts:
         results: list[_T] = []
         try:
             while (place := len(results)) < len(batch.parts):
-                if self.most is not None and batch.sizes[place] > self.most:
-                    batch.split(place, self.most)
                 size = batch.sizes[place]
+                if self.most is not None and size > self.most:
+                    batch.split(place, self.most)
+                    continue
                 less = self.fits if self.fits and size > self.fits else -(-size // 2) * self.halves
-                if not self._run(work, batch.parts[place], size, results, can_be_cut=less > 0):
+                has_memory = True
+                try:
+                    results.append(work(batch.parts[place], size))
+                except torch.OutOfMemoryError as error:
+                    if size < 2 or less == 0:
+                        if HALVE_PARTS in (notes := getattr(error, "__notes__", [])):
+                            notes.remove(HALVE_PARTS)
+                        raise
+                    has_memory = False
+                if not has_memory:  # the error is gone, and what its frames held
                     self.most = less
                     self._let_go()
                 elif len(results) < len(batch.parts):
@@ -129,21 +139,6 @@ class StepInParts:
             self.begin()  # a step without parts, on whatever comes next, would take the sums
             raise
         return results
-
-    def _run(
-        self, work: Any, part: Any, size: int, results: list[Any], *, can_be_cut: bool
-    ) -> bool:
-        """Whether there was memory for it. (The error holds all frames it came through, and these
-        their tensors; it is gone when this returns.)"""
-        try:
-            results.append(work(part, size))
-        except torch.OutOfMemoryError as error:
-            if size < 2 or not can_be_cut:
-                if HALVE_PARTS in (notes := getattr(error, "__notes__", [])):
-                    notes.remove(HALVE_PARTS)
-                raise
-            return False
-        return True
 
     def _let_go(self) -> None:
         """Let go of what a part that failed has left."""
