@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from opacus.layers import DPLSTM
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
     AdaptiveBound,
@@ -391,80 +390,6 @@ def test_batches_ahead_whose_rows_tell_are_served() -> None:
 
 
 # -- loaders ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Item:
-    x: Tensor
-    names: list[str]
-
-
-def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fails on no samples; takes its samples apart."""
-    longest = max(len(sample["ids"]) for sample in samples)
-    labels = [sample.pop("label") for sample in samples]
-    ids = [F.pad(sample["ids"], (0, longest - len(sample["ids"]))) for sample in samples]
-    return {
-        "ids": torch.stack(ids),
-        "steps": torch.stack(ids, 1),
-        "label": torch.tensor(labels),
-        "count": len(samples),
-        "item": Item(torch.stack(ids).float(), [str(label) for label in labels]),
-        "numpy": torch.stack(ids).numpy(),
-        "kind": "text",
-    }
-
-
-class Texts(Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"ids": torch.arange(4 + index), "label": index}
-
-
-class Fetching(Texts):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        assert indices
-        return [self[index] for index in indices]
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids).mean(1))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dataset", [Texts, Fetching])
-def test_any_collate_function(dataset: Any, workers: int) -> None:
-    """One that fails on no samples, and takes its samples apart."""
-    torch.manual_seed(0)
-    model = Words()
-    module, optimizer, loader = FlashPrivacyEngine(accountant="rdp").make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(
-            dataset(), batch_size=1, collate_fn=padded, num_workers=workers, shuffle=True
-        ),
-        noise_multiplier=0.0,
-        max_grad_norm=C,
-    )
-    empty = steps = 0
-    for _ in range(6):
-        for batch in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(module(batch["ids"]), batch["label"]).backward()
-            is_zero = not any(bool(p.grad.any()) for p in model.parameters())  # type: ignore[union-attr]
-            assert is_zero == is_empty(module)
-            assert batch["count"] == len(batch["label"])
-            empty += is_zero
-            steps += 1
-            optimizer.step()
-    assert 0 < empty < steps == 18
 
 
 def test_workers_of_another_loader_are_refused_a_draw_without_samples() -> None:

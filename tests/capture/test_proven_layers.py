@@ -136,40 +136,6 @@ def test_steps_after_a_change_are_exact(change: Callable[[Net], None]) -> None:
         check(flash, model, batch)
 
 
-def test_calls_like_the_last_one_are_known_and_others_are_looked_at() -> None:
-    """What decides whether a call is rehearsed makes it one of another kind."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-            return self.layer(x) * scale
-
-    wrapped = GradSampleModuleFlashClipping(Scaled(), max_grad_norm=C)
-    watch, x = wrapped._watch, torch.randn(4, 3)
-
-    def looks(*args: Any, **kwargs: Any) -> bool:
-        """Whether this call is of another kind than the last, and is known after the next."""
-        before = watch.covered
-        for _ in range(2):
-            mean_squares(wrapped(*args, **kwargs)).backward()
-        assert watch.covered is not None
-        return watch.covered != before
-
-    assert looks(x)
-    assert not looks(torch.randn(4, 3))
-    assert looks(torch.randn(5, 3))
-    assert looks(x, scale=2.0)
-    assert not looks(torch.randn(4, 3), scale=2.0)
-    assert looks(x, scale=3.0)
-    wrapped.eval()
-    assert looks(x, scale=3.0)
-    wrapped._module.layer.bias = nn.Parameter(torch.ones(2))
-    assert looks(x, scale=3.0)
-
-
 def test_a_tensor_in_the_place_of_a_parameter_is_noticed() -> None:
     flash, model, x = wrapped()
     model.up.__dict__["bias"] = torch.full((12,), 3.0, dtype=torch.float64)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -276,7 +278,9 @@ def test_positions_as_many_as_samples() -> None:
 class Counting(Around):
     def forward(self, x: Tensor) -> Any:
         self.seen.add_(1.0)
+        self.seen = self.seen + 1
         self.history = [*getattr(self, "history", []), len(x)]
+        self.drawn = random.random() + np.random.rand() + torch.rand(()).item()
         if self.fails_at == self.calls:
             raise KeyboardInterrupt
         return super().forward(x)
