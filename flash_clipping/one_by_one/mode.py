@@ -259,14 +259,12 @@ class OneByOne:
             if not len(first) == len(second) == len(both):
                 return {}
             each = [*zip(first, second, both, strict=True)]
-            ways = [way_of(*of_three) for of_three in each]
+            ways, is_known = [way_of(*of_three) for of_three in each], True
             alike = [n for n, (x, y, z) in enumerate(each) if x.equal(y) and x.equal(z)]
             given = map_tensors(other_values, batch.of(groups[0])) if alike else None
             other = self._run(call, *given) if given else []
             params = {memory_id(p.untyped_storage()) for p in self.session.options.trainable()}
-            is_known = True
-            for n in alike:
-                x = first[n]
+            for n, x in [(n, first[n]) for n in alike]:
                 may_be_loss = not x.any()  # which may be 0 for any sample
                 is_known &= not may_be_loss
                 if not other or not torch.equal(x, other[n]):
@@ -348,7 +346,9 @@ class _Found:
     """A model and its arguments as a batch finds them, and every sample of it."""
 
     def __init__(self, modules: Sequence[nn.Module], given: dict[str, Any]):
-        self._state = state_of([given, *chain.from_iterable(map(held_by, modules))])
+        kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+        shared = [x for kind in kinds for x in vars(kind).values() if type(x) in HOLDERS]
+        self._state = state_of([given, *shared, *chain.from_iterable(map(held_by, modules))])
         #: Attributes of modules and of objects, and all dicts and lists.
         self.holders = [container for container, _ in self._state if type(container) in HOLDERS]
         self._known = [dict(_items(holder)) for holder in self.holders]

@@ -338,7 +338,7 @@ class RemembersInside(Net):
 
 REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     name: (
-        lambda read=read: RemembersInside(read),
+        lambda read=read: type("Own", (RemembersInside,), {"shared": []})(read),
         lambda model, rows, give=give: model(X[[*rows]], give()).square().sum(),
     )
     for name, read, give in (
@@ -350,6 +350,7 @@ REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
         ("object in a tuple", lambda m, _: m.held[0][0].seen, lambda: None),
         ("callable object", lambda m, _: m.kept(), lambda: None),
         ("list in a slot", lambda m, _: m.slots.seen, lambda: None),
+        ("list of the class", lambda m, _: m.shared, lambda: None),
         ("argument with slots", lambda _, other: other.seen, SlottedCache),
         ("argument", lambda _, other: other["seen"]["x"], lambda: {"seen": {"x": []}}),
         ("object", lambda _, other: other.seen, Cache),
