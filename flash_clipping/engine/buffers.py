@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,9 @@ _Buffers = dict[str, Tensor | None]
 _BUFFERS, _MODE = operator.attrgetter("_buffers"), operator.attrgetter("training")
 
 
-class _Before(NamedTuple):
-    """The buffers of a module as a forward found them."""
-
-    buffers: _Buffers
-    versions: dict[str, int]  # none where what is written is of weights alone
-    copies: dict[str, Tensor]  # where values are compared
+#: The buffers of a module as a forward found them; their versions, but where what is written is of
+#: weights alone; and copies where values are compared.
+_Before = tuple[_Buffers, dict[str, int], dict[str, Tensor]]
 
 
 class BufferWatch:
@@ -61,25 +58,22 @@ class BufferWatch:
                 for name, x in (buffers.items() if is_new and versions else ())
                 if x is not None and x.layout == torch.strided
             }
-            self._before[module] = _Before(buffers.copy(), versions, copies)
+            self._before[module] = buffers.copy(), versions, copies
 
     def after_forward(self, modules: Sequence[nn.Module]) -> None:
         """Raise ``NotImplementedError`` for buffers that this forward has changed."""
         found, self._before = self._before, None
         if found is None:
             return
-        for module, (buffers, versions, copies) in found.items():
-            now = _versions(buffers)
-            written = [name for name, version in versions.items() if now[name] != version]
-            written += [name for name, x in copies.items() if not _same_bits(x, buffers[name])]
-            if written:
-                self._refuse(module, written[0], "writes into it in place")
-        self._compared.add(self._modes)
         of_all = [*map(_BUFFERS, modules)]
         held = dict(compress(zip(modules, of_all, strict=True), of_all))
         for module in {**found, **held}:
-            new: _Buffers = held.get(module, {})
-            old: _Buffers = found[module].buffers if module in found else {}
+            old, versions, copies = found.get(module, ({}, {}, {}))
+            new, now = held.get(module, {}), _versions(old)
+            written = [name for name, version in versions.items() if now[name] != version]
+            written += [name for name, x in copies.items() if not _same_bits(x, old[name])]
+            if written:
+                self._refuse(module, written[0], "writes into it in place")
             for name in new.keys() | old.keys():
                 if new.get(name) is old.get(name):
                     continue
@@ -88,6 +82,7 @@ class BufferWatch:
                 if not _same_bits(new.get(name), old.get(name)):
                     line = "with torch.no_grad(): model(x)" if old.get(name) is None else ""
                     self._refuse(module, name, "assigns it, with other values", line)
+        self._compared.add(self._modes)
 
     def _refuse(self, module: nn.Module, name: str, what: str, line: str = "") -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")

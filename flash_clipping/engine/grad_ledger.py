@@ -213,8 +213,7 @@ class GradLedger:
         self.returned_after = weakref.WeakKeyDictionary[torch.UntypedStorage, float]()
         #: What ``p.grad`` holds that is known: clipped sums, or zeros; by the parameter's id the
         #: tensor and its version.
-        self._left: dict[int, weakref.ref[Tensor]] = {}
-        self._versions: dict[int, int] = {}
+        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         #: Parameters whose ``p.grad`` held something else when the last sums were added to it.
         self._foreign: set[int] = set()
         #: Some of these sums' elements: of these parameters, from this number on, their bits.
@@ -228,7 +227,7 @@ class GradLedger:
         # Copies and pickles of a wrapped model start between steps, with no optimizer.
         state = self.__dict__.copy()
         state.update(record=None, sums={}, norms=None, _follower=None)
-        state.update(_left={}, _versions={}, _foreign=set(), _elements=None, _written=None)
+        state.update(_left={}, _foreign=set(), _elements=None, _written=None)
         del state["returned_after"]
         return state
 
@@ -377,10 +376,9 @@ class GradLedger:
 
     def note_moved(self, param: nn.Parameter, before: Tensor) -> None:
         """``p.grad`` is a copy of what it was, made by this library."""
-        if (left := self._left.get(id(param))) is not None and left() is before:
+        if (left := self._left.get(id(param))) is not None and left[0]() is before:
             assert param.grad is not None
-            self._left[id(param)] = weakref.ref(param.grad)
-            self._versions[id(param)] = param.grad._version
+            self._left[id(param)] = weakref.ref(param.grad), param.grad._version
 
     def forget(self) -> None:
         """The sums in ``p.grad`` were taken, or cleared."""
@@ -416,9 +414,9 @@ class GradLedger:
         if self._foreign:
             params = [param for param in params if id(param) not in self._foreign]
         some = [*compress(params, map(_IS_THERE, map(_GRAD, params), repeat(None)))]
-        keys, grads = [*map(id, some)], [*map(_GRAD, some)]
-        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
-        self._versions = dict(zip(keys, map(_VERSION, grads), strict=True))
+        grads = [*map(_GRAD, some)]
+        pairs = zip(map(weakref.ref, grads), map(_VERSION, grads), strict=True)
+        left = dict(zip(map(id, some), pairs, strict=True))
         n, self._elements = self.clipped_backwards, None
         # Versions of a DTensor miss what functions of many tensors write (clip_grad_norm_).
         often = n < 8 or n % 16 == 0 or {*map(type, grads)} != {Tensor}
@@ -429,9 +427,8 @@ class GradLedger:
 
     def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:
         """Whether ``p.grad`` is the tensor that was left there, unchanged."""
-        key = id(param)
-        left = self._left.get(key)
-        return left is not None and left() is grad and self._versions[key] == grad._version
+        left = self._left.get(id(param))
+        return left is not None and left[0]() is grad and left[1] == grad._version
 
     # -- the optimizer's step -------------------------------------------------------------------
 
