@@ -324,16 +324,10 @@ class BufferedNoise(NoiseMechanism):
 
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
-        denominator = np.ones(1)
-        for decay in self.decays:
-            denominator = np.convolve(denominator, [1.0, -decay])
+        denominator = np.poly(self.decays)
         numerator = denominator.copy()
         for number, weight in enumerate(self.weights):
-            others = np.array([0.0, weight])
-            for other, decay in enumerate(self.decays):
-                if other != number:
-                    others = np.convolve(others, [1.0, -decay])
-            numerator += others
+            numerator[1:] += weight * np.poly(np.delete(self.decays, number))
         return numerator, denominator
 
 
