@@ -143,18 +143,13 @@ class ScaledEmbeddingGrad(TableGrad):
         """Samples and the gradient of some of their features, with its ``T·L`` rows, as much at a
         time as shapes alone allow. Row 0 stands for none, and receives zeros."""
         B, T, L = self.ids_BTL.shape
-        ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
         d, size = X_BTd.shape[2], max(1, T * L)
         features = max(1, min(d, BUFFER // size))
         samples = max(1, BUFFER // (size * features))
         for b in range(0, B, samples):
             some = slice(b, b + samples)
             for f in range(0, d, features):
-                rows_bTLf = scale_BTL[some].unsqueeze(3) * X_BTd[some, :, None, f : f + features]
-                yield (
-                    some,
-                    EmbeddingGrad(ids_BN[some], rows_bTLf.flatten(1, 2), self.num_embeddings),
-                )
+                yield some, self._looked_up(scale_BTL, X_BTd, some, slice(f, f + features))
 
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         scale_BTL, X_BTd = self._finite()
@@ -185,10 +180,14 @@ class ScaledEmbeddingGrad(TableGrad):
 
     def lookup(self) -> EmbeddingGrad:
         """With all of its rows, as :meth:`_pieces`."""
-        scale_BTL, X_BTd = self._finite()
-        rows_BTLd = scale_BTL.unsqueeze(3) * X_BTd.unsqueeze(2)
-        ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
-        return EmbeddingGrad(ids_BN, rows_BTLd.flatten(1, 2), self.num_embeddings)
+        return self._looked_up(*self._finite())
+
+    def _looked_up(
+        self, scale_BTL: Tensor, X_BTd: Tensor, b: slice = slice(None), f: slice = slice(None)
+    ) -> EmbeddingGrad:
+        rows_bTLf = scale_BTL[b].unsqueeze(3) * X_BTd[b, :, None, f]
+        ids_bN = self.ids_BTL[b].clamp(min=0).flatten(1)
+        return EmbeddingGrad(ids_bN, rows_bTLf.flatten(1, 2), self.num_embeddings)
 
     def dense(self) -> Tensor:
         return self.lookup().dense()

@@ -150,9 +150,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         when it returns, and their sums are with the optimizer."""
 
         @functools.wraps(training_step)
-        def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(batch, LogicalBatch):
-                return training_step(batch, *args, **kwargs)
+        def step(batch: LogicalBatch, *args: Any, **kwargs: Any) -> Any:
             self.run.in_parts.begin()
             *parts, last = zip(batch.parts, batch.sizes, strict=True)
             for part, size in parts:

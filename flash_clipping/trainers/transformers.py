@@ -351,8 +351,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The number for all parts of a batch."""
-        if not isinstance(inputs, LogicalBatch):
-            return int(super().floating_point_ops(inputs))
         return sum(int(super(PrivateTrainer, self).floating_point_ops(p)) for p in inputs.parts)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
