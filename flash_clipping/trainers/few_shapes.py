@@ -37,7 +37,7 @@ _TEXTS: dict[str, int | None] = {
 
 #: What a capture costs, in calls of its shape; and how many times larger the shape may be that a
 #: batch is filled up to before.
-CAPTURE, LARGER = 2.0, 1.25
+CAPTURE, LARGER = 4.0, 1.5
 
 
 class Shape(NamedTuple):
@@ -71,13 +71,13 @@ class FewShapes:
 
     Args:
         usual: samples of a usual batch. Draws of as many differ by its square root; so batches are
-            rounded to a multiple of about that.
+            rounded to a multiple of about half of that.
         enabled: whether batches are rounded.
     """
 
     def __init__(self, usual: int, enabled: bool):
         self.usual, self.enabled = usual, enabled
-        self.step = 1 << max(0, math.floor(math.log2(max(1, usual)) / 2))
+        self.step = 1 << max(0, math.floor(math.log2(max(1, usual)) / 2) - 1)
         #: Of each argument ``[B, T]``: the longest T that was met.
         self._widest: dict[str, int] = {}
         #: Shapes that were met; of others, what filling up to those has cost, in calls.
