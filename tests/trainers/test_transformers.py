@@ -211,19 +211,19 @@ def test_out_of_memory_at_operators_of_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever forward or backward of a part runs out, the training is the one that never did."""
-    real = StepInParts._run
+    real = StepInParts.run
 
     def trained(at: int) -> tuple[Fault, dict[str, Tensor], Any]:
         fault, model = Fault(at, torch.OutOfMemoryError("injected")), bert(torch.float64)
 
-        def faulty(self: Any, work: Any, *others: Any, **more: Any) -> bool:
+        def faulty(self: Any, batch: Any, work: Any) -> Any:
             def failing(*part: Any) -> Any:
                 with fault:
                     return work(*part)
 
-            return real(self, failing, *others, **more)
+            return real(self, batch, failing)
 
-        monkeypatch.setattr(StepInParts, "_run", faulty)
+        monkeypatch.setattr(StepInParts, "run", faulty)
         private = trainer(
             tmp_path,
             model,
