@@ -95,9 +95,7 @@ MOST_BITS = 31
 _EXACT_AT_A_TIME = 1 << 15
 
 
-def discrete_gaussian(
-    draw: Draw, count: int, bits: int, *, tensor: int = 0, shard: int = 0
-) -> Tensor:
+def discrete_gaussian(draw: Draw, count: int, bits: int, *, tensor: int = 0) -> Tensor:
     """``[N]``, int64: each ``y`` with probability proportional to ``exp(-y^2 / (2 S^2))``, with
     ``S = 2^bits``, independently: exactly, as far as the words are uniform.
 
@@ -114,7 +112,7 @@ def discrete_gaussian(
         How long it takes depends on the words, and on nothing else: not on data.
     """
     checked_number("bits", bits, f"[1, {MOST_BITS}]", 8, whole=True)
-    words = Keystream(draw, tensor=tensor, shard=shard)
+    words = Keystream(draw, tensor=tensor)
     found_N = np.empty(count, dtype=np.int64)
     for start in range(0, count, _EXACT_AT_A_TIME):
         part = found_N[start : start + _EXACT_AT_A_TIME]
