@@ -12,8 +12,9 @@ import torch.distributed.tensor.parallel
 import transformers
 
 import flash_clipping
-from tests.distributed import test_four_processes, test_tensor_parallel_shards
+from tests.distributed import test_four_processes, test_tensor_parallel_shards, uses
 from tests.support.dynamo import measure_no_guards
+from tests.support.hugging_face import llama
 
 __all__ = [
     "accelerate",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 measure_no_guards()
+torch.set_num_threads(1)  # threads would not be there in forks
+uses.adapted(llama())  # imports what a model with adapters needs
 # Of what is imported nothing is let go: processes need not look through it, nor copy it for that.
 gc.collect()
 gc.freeze()
