@@ -447,28 +447,18 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _noisy_means(self) -> list[Tensor]:
         std, divisor = self._noise_std(), self._divisor()
         sums, gate = [self._own(summed) for summed in self._sums()], device_checks.gate()
-        shards, dtypes = self._shards(), [*map(self._noisy_dtype, self.params, sums)]
-        rounds = self._rounds(sums)
+        dtypes, rounds = [*map(self._noisy_dtype, self.params, sums)], self._rounds(sums)
+        given: dict[str, Any] = {"shards": self._shards(), "dtypes": dtypes}
         if self.correlated is not None:
-            found: list[Tensor] = self.correlated.noisy_means(
-                gated(sums, gate),
-                std,
-                divisor,
-                batch=None if self.step_record is None else self.step_record.draw,
-                multiplier=self._multiplier(),
-                stream=self.stream,
-                rounds=rounds,
-                shards=shards,
-                dtypes=dtypes,
-            )
-            return found
+            given |= {"batch": None if self.step_record is None else self.step_record.draw}
+            given |= {"multiplier": self._multiplier(), "stream": self.stream, "rounds": rounds}
+            return [*self.correlated.noisy_means(gated(sums, gate), std, divisor, **given)]
         draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
         if grid == "exact":
             numbers = std, self._multiplier(), divisor
             sums = gated(sums, gate)
             return wings.discrete_noisy_means(sums, *numbers, draw=draw, dtypes=dtypes)
-        options: dict[str, Any] = {"shards": shards, "dtypes": dtypes, "grid": grid, "gate": gate}
-        return noisy_means(sums, std, divisor, draw=draw, **options)
+        return noisy_means(sums, std, divisor, draw=draw, grid=grid, gate=gate, **given)
 
     def _rounds(self, sums: Sequence[Tensor]) -> int:
         """Of the cipher that makes the noise of these: 12 where kernels draw, unless secure mode
