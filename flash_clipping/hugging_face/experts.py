@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -89,15 +88,9 @@ def _has_only(layer: nn.Module, *params: str) -> bool:
 
 def names_of(layer: Any) -> tuple[str, ...]:
     """Parameters of the first projection, then of the second: matrices, and biases if any."""
-    return _names(bool(layer.has_gate), bool(layer.has_bias))
-
-
-@cache
-def _names(has_gate: bool, has_bias: bool) -> tuple[str, ...]:
-    matrices = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
-    return tuple(
-        name + kind for name in matrices for kind in (("", "_bias") if has_bias else ("",))
-    )
+    matrices = ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj")
+    kinds = ("", "_bias") if layer.has_bias else ("",)
+    return tuple([name + kind for name in matrices for kind in kinds])
 
 
 def arithmetic_of(

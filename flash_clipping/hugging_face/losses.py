@@ -75,13 +75,12 @@ class SampleMeans:
     def _check_items(self, items: Any) -> None:
         """Refuse to divide by what depends on the batch."""
         reduction = self.session.options.loss_reduction
-        if reduction != "sum" or not isinstance(items, int):
-            found = f" ({type(items).__name__}) and loss_reduction={reduction!r}"
-        elif self.items not in (None, items):
+        found = f" ({type(items).__name__}) and loss_reduction={reduction!r}"
+        if reduction == "sum" and isinstance(items, int):
+            if self.items in (None, items):
+                self.items = items
+                return
             found = f"={items} after {self.items}"
-        else:
-            self.items = items
-            return
         raise FlashClippingError(
             f"FC442 {self.path or 'the model'}: found num_items_in_batch{found}. A number of "
             "tokens that is counted in the batch makes one sample's gradient depend on the others. "

@@ -145,16 +145,13 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
     if not reports:
         raise InvalidValue("FC568 compose: found no report; expected one or more.")
     for number, report in enumerate(reports):
-        found = report.get("format") if isinstance(report, dict) else type(report).__name__
-        if found != FORMAT:
+        given = report if isinstance(report, dict) else {}
+        found, missing = given.get("format"), [name for name in _NEEDED if name not in given]
+        if found != FORMAT or missing:
             raise InvalidValue(
-                f"FC568 compose: found format {found!r} in report {number}; expected {FORMAT}, as "
-                "engine.report(delta) makes it."
-            )
-        if missing := [name for name in _NEEDED if name not in report]:
-            raise InvalidValue(
-                f"FC568 compose: found no {', '.join(missing)} in report {number}; expected a "
-                "report as engine.report(delta) makes it."
+                f"FC568 compose: found format {found!r} in report {number}, without "
+                f"{', '.join(missing) or 'nothing'}; expected {FORMAT}, as engine.report(delta) "
+                "makes it."
             )
     relations = {(report["relation"], report["unit"]) for report in reports}
     deltas = {report["delta"] for report in reports}

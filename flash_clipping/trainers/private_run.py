@@ -76,8 +76,6 @@ class PrivateRun:
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
         self.readings: list[tuple[int, Reading]] = []
-        #: Steps, and their ε.
-        self._spent = 0, 0.0
 
     def begin_epoch(self, loader: LogicalLoader, run: int, epoch: int) -> None:
         """Let a run with a seed draw this epoch's batches as it would after any interruption."""
@@ -167,10 +165,8 @@ class PrivateRun:
         return len(self.engine.accountant)
 
     def epsilon(self) -> float:
-        """ε that is spent, for ``target_delta``; computed once for so many steps."""
-        if self._spent[0] != (steps := self.steps):
-            self._spent = steps, self.engine.get_epsilon(self.arguments.target_delta)
-        return self._spent[1]
+        """ε that is spent, for ``target_delta``."""
+        return float(self.engine.get_epsilon(self.arguments.target_delta))
 
     def read(self) -> Reading:
         """What clipping did since the last reading; kept in :attr:`readings`."""

@@ -67,12 +67,11 @@ def sample_losses(
     Raises:
         ValueError: labels and outputs of other kinds.
     """
-    inputs, target = inputs or {}, labels.get("labels")
+    inputs, config = inputs or {}, getattr(model, "config", None)
+    is_tuple = isinstance(outputs, tuple | list) and len(outputs) > 0  # return_dict=False
+    logits = outputs[0] if is_tuple else part_of(outputs, "logits")
     if labels.keys() == {"start_positions", "end_positions"}:
         return _means(_of_answers(outputs, labels), None, units)
-    if (found := _of_speech(model, inputs, outputs, target)) is not None:
-        return _means(*found, units)
-    logits = _logits_of(outputs)
     if labels.keys() != {"labels"} or logits is None:
         names = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise InvalidValue(
@@ -80,16 +79,22 @@ def sample_losses(
             "expected 'labels' and 'logits', or start_positions and end_positions with their "
             f"logits. {_INSTEAD}"
         )
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target = labels["labels"]
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    if hasattr(config, "ctc_loss_reduction") and logits.dim() == 3 and target.dim() == 2:
+        return _means(_of_speech(model, inputs, logits, target), None, units)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    problem = getattr(config, "problem_type", None)
     if problem is None:
         kind = "multi" if target.is_floating_point() else "single"
         problem = "regression" if logits.shape[-1] == 1 else f"{kind}_label_classification"
     is_single = problem == "single_label_classification"
     are_classes = logits.dim() in (2, 3) and logits.shape[:-1] == target.shape
     if is_single and are_classes and logits.shape[-1] > 1:
-        return _means(*_of_classes(logits, target, shift, label_smoothing, units), units)
+        target = _shifted(target, shift, units) if target.dim() > 1 else target
+        losses = per_sample_loss(
+            logits.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing
+        )
+        return _means(losses.view(target.shape), target != IGNORED, units)
     is_alike = target.numel() == logits.numel() and target.shape[:1] == logits.shape[:1]
     is_binary = is_single and logits.dim() == 2
     is_known = is_binary or problem in ("regression", "multi_label_classification")
@@ -108,33 +113,21 @@ def sample_losses(
     return _means(losses, None if mask is None else mask == 1, units)
 
 
-#: Losses of rows ``[R]``, or of what a row has several of ``[R, ...]``; and which of them count,
-#: ``None`` for all.
-_Found = tuple[Tensor, Tensor | None]
-
-
-def _of_classes(
-    logits: Tensor,
-    target: Tensor,
-    shift: bool | None,
-    smoothing: float,
-    units: tuple[Tensor, int] | None,
-) -> _Found:
-    """Cross-entropy of classes ``[R]``, or of each position's ``[R, T]``."""
-    if target.dim() > 1 and shift is None:
+def _shifted(target: Tensor, shift: bool | None, units: tuple[Tensor, int] | None) -> Tensor:
+    """``[R, T]``: the label that each position predicts."""
+    if shift is None:
         raise InvalidValue(
             f"FC805 sample_losses: found labels of shape {[*target.shape]} for a model without a "
             "loss of its own; expected one, which tells whether a position predicts its own label "
             f"or the next one's. {_INSTEAD}"
         )
-    if target.dim() > 1 and shift:
-        nexts, last_R1 = target[:, 1:], torch.full_like(target[:, :1], IGNORED)
-        if units is not None and units[0].dim() > 1:
-            # A document's last position would predict the first token of another.
-            nexts = nexts.masked_fill(units[0][:, :-1] != units[0][:, 1:], IGNORED)
-        target = torch.cat([nexts, last_R1], 1)
-    losses = per_sample_loss(logits.flatten(0, -2), target.flatten(), label_smoothing=smoothing)
-    return losses.view(target.shape), target != IGNORED
+    if not shift:
+        return target
+    nexts, last_R1 = target[:, 1:], torch.full_like(target[:, :1], IGNORED)
+    if units is not None and units[0].dim() > 1:
+        # A document's last position would predict the first token of another.
+        nexts = nexts.masked_fill(units[0][:, :-1] != units[0][:, 1:], IGNORED)
+    return torch.cat([nexts, last_R1], 1)
 
 
 def _of_answers(outputs: Any, labels: Mapping[str, Tensor]) -> Tensor:
@@ -148,18 +141,10 @@ def _of_answers(outputs: Any, labels: Mapping[str, Tensor]) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
-def _of_speech(
-    model: Any, inputs: Mapping[str, Any], outputs: Any, labels: Tensor | None
-) -> _Found | None:
-    """Connectionist temporal classification ``[R]``, fp32, by a ``...ForCTC`` of ``transformers``;
-    ``None`` for another model. ``labels``: ``[R, L]``, characters, and negative numbers or blanks
-    behind the last."""
-    config: Any = getattr(model, "config", None)
-    logits = _logits_of(outputs)
-    if not hasattr(config, "ctc_loss_reduction") or labels is None:
-        return None
-    if logits.dim() != 3 or labels.dim() != 2:
-        return None
+def _of_speech(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
+    """Connectionist temporal classification ``[R]``, fp32, by a ``...ForCTC`` of ``transformers``.
+    ``labels``: ``[R, L]``, characters, and negative numbers or blanks behind the last."""
+    config = model.config
     signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones(signal.shape[:2], dtype=torch.long, device=signal.device)
@@ -179,14 +164,12 @@ def _of_speech(
             reduction="none",
             zero_infinity=config.ctc_zero_infinity,
         )
-    if config.ctc_loss_reduction == "mean":
-        losses_R = losses_R / counted_R.clamp(min=1)
-    return losses_R, None
+    return losses_R / counted_R.clamp(min=1) if config.ctc_loss_reduction == "mean" else losses_R
 
 
 def _means(losses: Tensor, counted: Tensor | None, units: tuple[Tensor, int] | None) -> Tensor:
-    """Means of the losses that count, of each row ``[R]``, or of each unit ``[U]``; 0 for one
-    without any."""
+    """Means of the losses that count (``None``: all), of each row ``[R]``, or of each unit ``[U]``;
+    0 for one without any."""
     of_rows = units is None or units[0].dim() == 1
     if counted is not None:
         # Not a product: it would make NaN of a loss that is infinite and does not count.
@@ -207,12 +190,6 @@ def _means(losses: Tensor, counted: Tensor | None, units: tuple[Tensor, int] | N
     numbers = losses.new_zeros(count).index_add(0, index, is_of_unit.to(losses.dtype).flatten())
     losses = torch.where(is_of_unit, losses, 0.0).flatten()
     return losses.new_zeros(count).index_add(0, index, losses) / numbers.clamp(min=1)
-
-
-def _logits_of(outputs: Any) -> Any:
-    if isinstance(outputs, tuple | list) and len(outputs):  # return_dict=False
-        return outputs[0]
-    return part_of(outputs, "logits")
 
 
 # -- the model's own loss: whether it shifts labels, and whether losses of samples are equal to it -
