@@ -23,7 +23,7 @@ from flash_clipping import (
     PoissonSampling,
     Users,
 )
-from flash_clipping.engine.sampling.loaders import OrderedCollate
+from flash_clipping.engine.sampling.loaders import BatchCollate
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import SecretStream
@@ -412,7 +412,7 @@ def test_order_is_looked_at_until_rows_differ() -> None:
         calls.append(len(rows))
         return {"x": torch.stack(rows), "names": ["a"] * len(rows), "all": torch.ones(3)}
 
-    ordered = OrderedCollate(collate, "units")
+    ordered = BatchCollate(collate, [], None, "units")
     for rows in ([0.0], [1.0, 1.0], [1.0, 2.0], [1.0, 2.0]):
         batch = ordered([torch.tensor([value]) for value in rows])
         assert batch["x"].flatten().tolist() == rows

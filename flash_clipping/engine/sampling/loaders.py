@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -43,41 +43,6 @@ from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoiss
 from flash_clipping.engine.sampling.units import Users
 from flash_clipping.errors import Coded, FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import SecretStream
-
-
-@dataclass(eq=False)
-class OrderedCollate:
-    """A collate function that is refused unless it keeps order: samples in reverse order must give
-    rows in reverse order. That is checked in the first batches, in every process that collates,
-    until one had rows that differ."""
-
-    wrapped_collator_fn: Callable[[list[Any]], Any]
-    what: str
-    _is_known: bool = False
-
-    def __call__(self, samples: Any) -> Any:
-        if self._is_known or not isinstance(samples, list) or len(samples) < 2:
-            return self.wrapped_collator_fn(samples)
-        reverse = copy.deepcopy(samples[::-1])  # collate functions may take samples apart
-        with torch.random.fork_rng(devices=[]):
-            backward = self.wrapped_collator_fn(reverse)
-        batch = self.wrapped_collator_fn(samples)
-        for rows, other in zip(tensors_in(batch), tensors_in(backward), strict=False):
-            if not rows.dim() or len(rows) != len(samples) or rows.shape != other.shape:
-                continue
-            if not _are_equal(rows, other.flip(0)):
-                raise FlashClippingError(
-                    f"FC284 collate_fn: {self.what} goes by the order of the rows, and this "
-                    "collate function gave other rows for the same samples in reverse order. Sort "
-                    "inside of the model, and change samples in the dataset's __getitem__."
-                )
-            self._is_known = self._is_known or not _are_equal(rows, other)
-        return batch
-
-
-def _are_equal(x: Tensor, y: Tensor) -> bool:
-    return bool(((x == y) | ((x != x) & (y != y))).all())
-
 
 #: Lists of more samples are not searched for an object that is there twice.
 _MOST_OBJECTS = 200_000
@@ -163,15 +128,10 @@ class PoissonLoader(DPDataLoader):
         collate: Any = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
             collate = collate.wrapped_collator_fn
-        if getattr(sampler, "max_batch_size", None) or sampler.units is not None:
-            collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
-        DataLoader.__init__(
-            self,
-            dataset,
-            batch_sampler=sampler,
-            collate_fn=_AnnouncingCollate(collate, dataset, sampler),
-            **kwargs,
-        )
+        by_order = "units" if sampler.units is not None else ""
+        by_order = "max_batch_size" if getattr(sampler, "max_batch_size", None) else by_order
+        collate = BatchCollate(collate, dataset, sampler, by_order)
+        DataLoader.__init__(self, dataset, batch_sampler=sampler, collate_fn=collate, **kwargs)
 
     @classmethod
     def from_data_loader(cls, data_loader: DataLoader[Any], **kwargs: Any) -> Any:
@@ -202,12 +162,22 @@ class PoissonLoader(DPDataLoader):
         return _announced(batches, sampler, sampler.pending)
 
 
-class _AnnouncingCollate:
-    """Announces what it collates in the process of the model, where the loader does not: whoever
-    called it takes it next. It goes into what others make of the loader, ``BatchMemoryManager``."""
+class BatchCollate:
+    """Collates by the user's function, and announces what it collates in the process of the model,
+    where the loader does not: whoever called it takes it next. It goes into what others make of the
+    loader, ``BatchMemoryManager``.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, sampler: PoissonSampler):
+    Args:
+        by_order: what goes by the order of rows, if anything does: samples in reverse order must
+            give rows in reverse order then. That is checked in the first batches, in every process
+            that collates, until one had rows that differ.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], dataset: Any, sampler: Any, by_order: str = ""
+    ):
         self.wrapped_collator_fn, self.dataset, self.sampler = collate, dataset, sampler
+        self.by_order = by_order
 
     def __getstate__(self) -> dict[str, Any]:  # a worker has none, nor its key
         return self.__dict__ | {"sampler": None}
@@ -232,14 +202,39 @@ class _AnnouncingCollate:
             own = samples if is_list else next((x for x in tensors_in(samples) if x.dim()), None)
             rows = draw.rows if own is None else len(own)
             draw = replace(draw, samples=rows, rows=rows)
-        batch = self.wrapped_collator_fn(samples)
+        batch = self._collated(samples)
         if draw is not None:
             _announce(sampler, draw, batch)
         return batch
 
+    def _collated(self, samples: Any) -> Any:
+        by_order = self.by_order
+        if not by_order or not isinstance(samples, list) or len(samples) < 2:
+            return self.wrapped_collator_fn(samples)
+        reverse = copy.deepcopy(samples[::-1])  # collate functions may take samples apart
+        with torch.random.fork_rng(devices=[]):
+            backward = self.wrapped_collator_fn(reverse)
+        batch = self.wrapped_collator_fn(samples)
+        for rows, other in zip(tensors_in(batch), tensors_in(backward), strict=False):
+            if not rows.dim() or len(rows) != len(samples) or rows.shape != other.shape:
+                continue
+            if not _are_equal(rows, other.flip(0)):
+                raise FlashClippingError(
+                    f"FC284 collate_fn: {by_order} goes by the order of the rows, and this "
+                    "collate function gave other rows for the same samples in reverse order. Sort "
+                    "inside of the model, and change samples in the dataset's __getitem__."
+                )
+            if not _are_equal(rows, other):
+                self.by_order = ""  # it keeps it
+        return batch
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
 
 def _announced(batches: Any, sampler: PoissonSampler, pending: deque[DrawnBatch]) -> Iterator[Any]:
-    """Batches that are not announced when they are collated (``_AnnouncingCollate``)."""
+    """Batches that are not announced when they are collated (``BatchCollate``)."""
     try:
         for batch in batches:
             _announce(sampler, pending.popleft(), batch)
