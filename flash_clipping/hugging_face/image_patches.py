@@ -73,10 +73,8 @@ class _Tower(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
-        rows = None
-        for found in () if is_dynamo_compiling() else self.patches:
-            if found.grids is grids:
-                rows = found.rows
+        patches = () if is_dynamo_compiling() else self.patches
+        rows = next((found.rows for found in patches if found.grids is grids), None)
         with nullcontext() if rows is None else declared(rows):
             return self.original(*args, **kwargs)
 

@@ -321,31 +321,22 @@ class Joined:
         return x.dim() > self._axis and x.shape[self._axis] == count
 
     def _tensors(self, values: Sequence[Tensor]) -> Any:
-        first, axis = values[0], self._axis
+        first, way = values[0], self.ways.get(id(values[0]))
         if any(x.dim() != first.dim() for x in values):
             return [*values]
-        if id(first) in self.ways:
-            axis, is_new = self.ways[id(first)]
-            if axis < 0:
-                return first
-            shapes = {(*x.shape[:axis], *x.shape[axis + (not is_new) :]) for x in values}
-            if len(shapes) == 1 and self._in_order:
-                return (torch.stack if is_new else torch.cat)([*values], axis)
-            return [*values]
-        if not first.dim():
-            if not (first.is_floating_point() or first.is_complex()):
-                return torch.stack([*values])
-            if not self._mean:
-                return torch.stack([*values]).sum()
+        is_number = first.is_floating_point() or first.is_complex()
+        if way is None and not first.dim() and is_number:  # a loss
             total = sum(self._counts)
-            weights = [count / total for count in self._counts]
+            weights = [count / total if self._mean else 1.0 for count in self._counts]
             return sum(x * weight for x, weight in zip(values, weights, strict=True))
-        if all(map(self._has_rows, values, self._counts)):
-            others = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in values}
-            if len(others) > 1:
-                return [*values]
-            joined = torch.cat([*values], axis)
-            if self._in_order:
-                return joined
-            return joined.index_select(axis, torch.tensor(self._places, device=joined.device))
-        return torch.stack([*values]) if len({x.shape for x in values}) == 1 else [*values]
+        are_rows = way is None and all(map(self._has_rows, values, self._counts))
+        axis, is_new = (self._axis, False) if are_rows else way or (0, True)
+        if axis < 0:
+            return first
+        shapes = {(*x.shape[:axis], *x.shape[axis + (not is_new) :]) for x in values}
+        if len(shapes) > 1 or (way is not None and not self._in_order):
+            return [*values]
+        joined = (torch.stack if is_new else torch.cat)([*values], axis)
+        if not are_rows or self._in_order:
+            return joined
+        return joined.index_select(axis, torch.tensor(self._places, device=joined.device))
