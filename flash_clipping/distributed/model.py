@@ -116,7 +116,7 @@ class SynchronizedProbe:
             run()
         except BaseException:
             if self._failure is None:  # between runs, where the others listen
-                self._tell(_FAILED)
+                self._most_urgent(_FAILED)
             raise
         if (failure := self._failure) is not None:
             self._failure = None
@@ -134,16 +134,14 @@ class SynchronizedProbe:
         return any(tap.path not in shown.reads for tap in self.taps if tap.trainable()[1])
 
     def _most_urgent(self, says: int) -> int:
-        found = self._tell(says)
-        if found == _FAILED:
+        """The most urgent of what all processes say; an error where another one has failed."""
+        word = torch.tensor([says], device=device_of(self.processes.mesh))
+        found = int(self.processes.reduce(word, dist.ReduceOp.MAX))
+        if found == _FAILED != says:
             raise FlashClippingError(
                 "FC608 the model: a rehearsal failed in another process, whose error says why."
             )
         return found
-
-    def _tell(self, says: int) -> int:
-        word = torch.tensor([says], device=device_of(self.processes.mesh))
-        return int(self.processes.reduce(word, dist.ReduceOp.MAX))
 
 
 class ShardedModel:

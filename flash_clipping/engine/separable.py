@@ -31,7 +31,7 @@ def compares_samples(
     Args:
         loss: the criterion, of any shape; it is added up.
         args, kwargs: its arguments. The outputs are those that require gradients.
-        samples: how many there are, along axis 0 of outputs and targets.
+        samples: how many there are, along axis 0 of outputs and targets; 4 or more.
 
     Returns:
         ``True`` only if halves of the batch show it, also in float64 where that runs.
@@ -39,9 +39,7 @@ def compares_samples(
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     outputs = [i for i in tensors if leaves[i].requires_grad]
-    if samples < 4 or not outputs or any(len(leaves[i].shape[:1]) == 0 for i in outputs):
-        return False
-    if any(leaves[i].shape[0] != samples for i in outputs):
+    if not outputs or any(leaves[i].shape[:1] != (samples,) for i in outputs):
         return False
     # What has as many rows by chance, weights of classes say, may be no sample's.
     of_size = [i for i in tensors if leaves[i].shape[:1] == (samples,)]
