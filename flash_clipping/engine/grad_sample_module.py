@@ -335,7 +335,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             subject = self._watch.subject(module, args, kwargs)
             self._watch.prove_if(bool(call.guesses), subject, call)
         if not (is_dynamo_compiling() or self._loss_look.ended):
-            self._loss_look.follow(tensors_in(output), call.batch_size, call.thread)
+            self._loss_look.follow(tensors_in(output), call)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.mode.enabled:

@@ -6,12 +6,14 @@ that meets a target ``[B]`` makes ``[B, B]`` differences, each of two samples.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from flash_clipping._compat import roots_of_backward, shape_of_result
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.errors import FlashClippingError, warn
 
 #: Operations that broadcast.
@@ -40,41 +42,35 @@ class LossLook:
         # Modules that are sharded compute with other parameters than those that they list.
         self._mark = self if any(hasattr(p, "placements") for p in root.parameters()) else None
         self._looks = 0
+        self._looked_at: Any = lambda: None  # a reference
         self._crossed_with: set[int] = set()  # sizes of batches that outputs were broadcast over
 
-    def follow(self, outputs: list[Tensor], samples: int | None, thread: int) -> None:
-        """Look at the graph of a backward that comes to one of these outputs of the model."""
-        looked: list[bool] = []
-
-        def look(grad: Tensor) -> None:
-            if not looked and not self.ended:
-                looked.append(True)
-                self(samples, thread)
-
-        for leaf in outputs:
-            if leaf.grad_fn is not None:
-                marks: Any = leaf.grad_fn.metadata  # a hook that held the node would hold itself
-                marks[self] = True
-                leaf.register_hook(look)
-
-    def __call__(self, samples: int | None, thread: int) -> None:
-        """Look at the graph of the running backward, which has come to the model's outputs.
-
-        Args:
-            samples: the size of the batch.
-            thread: which the backward was called in.
+    def follow(self, outputs: list[Tensor], call: ForwardCall) -> None:
+        """Look at the graph of a backward that comes to one of these outputs of a call of the
+        model.
 
         Raises:
-            FlashClippingError: outputs are broadcast over the batch axis, in batches of three
-                sizes.
+            FlashClippingError: in backward: outputs are broadcast over the batch axis, in batches
+                of three sizes.
 
         Warns:
             UserWarning: so they are in one batch, where it may be chance; a parameter that is not
                 the model's is reached.
         """
-        roots = [x for x in roots_of_backward(thread) if isinstance(x, Tensor)]
+        for leaf in outputs:
+            if leaf.grad_fn is not None:
+                marks: Any = leaf.grad_fn.metadata  # a hook that held the node would hold itself
+                marks[self] = True
+                leaf.register_hook(lambda _: self._look(call))
+
+    def _look(self, call: ForwardCall) -> None:
+        samples = call.batch_size
+        if self.ended or call is self._looked_at() or samples is None or samples < 2:
+            return
+        self._looked_at = weakref.ref(call)
+        roots = [x for x in roots_of_backward(call.thread) if isinstance(x, Tensor)]
         nodes = [x.grad_fn for x in roots if x.grad_fn is not None]
-        if not nodes or samples is None or samples < 2:
+        if not nodes:
             return
         if not self._looks:
             self._warn_of_leaves(nodes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.engine.loss_graph import LossLook
 from flash_clipping.engine.separable import compares_samples
 from tests.support.autograd import mean_squares
@@ -588,7 +588,7 @@ def test_unsharded_parameters_are_none_outside_of_the_model() -> None:
     look = LossLook(model)
     for loss_of, found in ((Tensor.square, 0), (head, 1)):
         output = model(torch.randn(5, 4) * lent)
-        look.follow([output], 5, threading.get_ident())
+        look.follow([output], ForwardCall(batch_sizes=(5,)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loss_of(output).sum().backward()
