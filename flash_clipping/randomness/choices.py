@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import checked_number
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.stream import Draw
 
@@ -25,8 +25,7 @@ def threshold(rate: float) -> int:
     Raises:
         ValueError: ``rate`` is no probability.
     """
-    if not 0 <= rate <= 1:
-        raise InvalidValue(f"FC302 rate: found {rate}; expected a probability, 0 to 1.")
+    checked_number("rate", rate, "[0, 1]", example=0.01)
     return int(Fraction(rate) * (1 << 64))
 
 
@@ -54,8 +53,7 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0) -> Tensor:
     Raises:
         ValueError: ``size`` is not between 0 and ``count``.
     """
-    if not 0 <= size <= count:
-        raise InvalidValue(f"FC302 subset: found a size of {size}; expected 0 to {count}.")
+    checked_number("size", size, f"[0, {count}]", example=count, whole=True)
     words = Keystream(draw, tensor=tensor)
     while True:
         keys_N = words.take(count)
@@ -75,8 +73,7 @@ def allocations(draw: Draw, count: int, steps: int, times: int) -> Tensor:
     Raises:
         ValueError: ``times`` is not between 1 and ``steps``.
     """
-    if not 1 <= times <= steps:
-        raise InvalidValue(f"FC302 allocations: found {times} of {steps}; expected 1 to {steps}.")
+    checked_number("times", times, f"[1, {steps}]", example=1, whole=True)
     chosen_NK = np.empty((count, times), dtype=np.int32)
     for k, j in enumerate(range(steps - times, steps)):
         found_N = _below(Keystream(draw, tensor=k), count, j + 1).astype(np.int32)
