@@ -312,9 +312,9 @@ def as_if_compiling() -> AbstractContextManager[None]:
     return _replaced(torch.compiler, "_is_compiling_flag", True)
 
 
+@cache  # entered again and again: PyTorch would keep a variable of every patch that was entered
 def backward_runs_again() -> AbstractContextManager[Any]:
-    """What is compiled inside keeps the tensors that its backward reads, which runs several times.
-    Without: an error of PyTorch's in the second run, where it would reuse their memory."""
+    """Compiled inside, a backward keeps what it reads, and runs again. Without: PyTorch's error."""
     patch = _find(_load("torch._functorch.config"), "patch")
     return nullcontext() if patch is None else patch(donated_buffer=False)
 
