@@ -8,7 +8,7 @@
 * ``agreement.py``   do the methods compute the same thing? asked before anything is timed
 * ``session.py``     methods in turn on one device; out of memory is an answer, not a crash
 * ``records.py``     what a JSON file holds
-* ``step.py``, ``memory.py``, ``trainer.py``   what users wait for; ``tables.py`` runs all
+* ``step.py``, ``trainer.py``   what users wait for; ``tables.py`` runs all
 * ``report.py``, ``plot.py``   pages and pictures of the results
 * ``ops/``           operations beside the floor of what they do, by one harness
 * ``survey/``        models of transformers: exact, exact with help, or refused

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import certificate, memory, plot, report, step, survey, tables, trainer
+from benchmarks import certificate, plot, report, step, survey, tables, trainer
 from benchmarks.lab import hostwork, sharded, versions, walk
 from benchmarks.ops import hyper_connections, kernels, noise, product_key
 from benchmarks.options import UsageError, check_device
@@ -20,7 +20,7 @@ _OPS = (kernels, hyper_connections, product_key, noise)
 
 #: Each adds its parser.
 COMMANDS: tuple[Any, ...] = (
-    *(step, memory, trainer, tables, plot, report, survey, certificate),
+    *(step, trainer, tables, plot, report, survey, certificate),
     *(module.BENCH for module in _OPS),
     *(hostwork, walk, sharded, versions),
 )

@@ -57,7 +57,7 @@ class Record:
     """One run of a subcommand: where, how, and what came out; of kernels, rows are results of
     :mod:`benchmarks.ops.bench`."""
 
-    kind: Literal["step", "memory", "kernels"]
+    kind: Literal["step", "kernels"]
     environment: dict[str, str | None]
     command: str
     settings: dict[str, Any]
@@ -82,8 +82,8 @@ class Record:
             return cls(
                 kind, content["environment"], content["command"], settings, content["results"]
             )
-        if kind not in ("step", "memory"):
-            raise ValueError(f"{path} is not a benchmark record of step, memory or kernels")
+        if kind != "step":
+            raise ValueError(f"{path} is not a benchmark record of step or kernels")
         if content.get("schema") != SCHEMA:
             raise ValueError(f"{path} has schema {content.get('schema')}; expected {SCHEMA}")
         for row in content["rows"]:

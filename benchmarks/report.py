@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if kind in others:
                 others[kind].append(content | {"file": path.name})
                 continue
-            console.print(f"passed over {path}: not a record of step, memory or kernels")
+            console.print(f"passed over {path}: not a record of step or kernels")
     # GPUs, which have a driver, first; steps before kernels.
     records.sort(key=lambda it: (not it[1].environment["driver"], it[1].kind == "kernels"))
     if not records:
@@ -133,11 +133,8 @@ def render(records: Sequence[tuple[str, Record]], folder: str) -> str:
         parts.append(f"**{where}**\n")
         for name, record in members:
             parts.append(f"`{record.command}`\n")
-            if record.kind == "kernels":
-                tables = _kernel_tables(record.rows)
-            else:
-                make = step_table if record.kind == "step" else memory_table
-                tables = [make(record.rows)]
+            is_step = record.kind == "step"
+            tables = [step_table(record.rows)] if is_step else _kernel_tables(record.rows)
             dtype = record.settings["dtype"]
             parts.append(f"({dtype}, [{name}]({folder}/{name}))\n")
             parts += tables
@@ -353,19 +350,6 @@ def _step_cell(row: Row, summary: Summary | None) -> str:
     memory = f" ({summary.memory_ratio:.2f})" if summary.memory_ratio else ""
     host = f", host {summary.host_ratio:.2f}×" if summary.host_ratio else ""
     return f"{summary.ratio.median:.2f}×{memory}{host}"
-
-
-def memory_table(rows: Sequence[Row]) -> str:
-    methods = list(dict.fromkeys(row.method for row in rows))
-    cells = {(row.workload, row.method): row for row in rows}
-    lines: list[list[str]] = []
-    for workload in dict.fromkeys(row.workload for row in rows):
-        line = [_workload(workload)]
-        for method in methods:
-            row = cells[workload, method]
-            line.append(size(row.peak_bytes) if row.peak_bytes else row.status)
-        lines.append(line)
-    return table(["peak memory of a step", *methods], lines)
 
 
 def _kernel_tables(results: Sequence[dict[str, Any]]) -> list[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from typing import Literal
 
 from rich.console import Console
 
 from benchmarks import environment
-from benchmarks.methods import METHODS, Setting
+from benchmarks.methods import METHODS
 from benchmarks.options import (
     add_setting_options,
     method_names,
@@ -56,12 +54,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Exit status: 0, or 1 if methods disagree or flash clipping failed."""
-    methods, settings, record = begin(
-        "step",
-        options,
-        console,
-        [{"batch": options.batch, "seq": seq} for seq in options.seq or [None]],
-    )
+    methods, shapes = method_names(options.methods), options.seq or [None]
+    settings = [
+        setting(options, model, batch=options.batch, seq=seq)
+        for model in options.model
+        for seq in shapes
+    ]
+    device = settings[0].device
+    stop_without_triton(methods, device, options.force, console)
+    where = environment.describe(device, options.revision)
+    record = Record("step", where, options.command, recorded(options), [])
     if options.steps is None:
         options.steps = STEPS[settings[0].device.type]
     record.settings["steps"] = options.steps
@@ -104,21 +106,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.json:  # after every model, so that an interrupted run leaves what it has
             record.write(options.json)
     return status
-
-
-def begin(
-    kind: Literal["step", "memory"],
-    options: argparse.Namespace,
-    console: Console,
-    shapes: Sequence[dict[str, int | None]],
-) -> tuple[list[str], list[Setting], Record]:
-    """Methods, every model in every shape, and an empty record."""
-    methods = method_names(options.methods)
-    settings = [setting(options, model, **shape) for model in options.model for shape in shapes]
-    device = settings[0].device
-    stop_without_triton(methods, device, options.force, console)
-    where = environment.describe(device, options.revision)
-    return methods, settings, Record(kind, where, options.command, recorded(options), [])
 
 
 def agreement(session: Session) -> str:

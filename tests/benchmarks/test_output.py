@@ -29,11 +29,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, run: Run, quick: tuple[str
     tmp_path = tmp_path_factory.mktemp("results")
     status, printed = run("step", *quick, "--methods", METHODS, "--json", tmp_path / "step.json")
     assert status == 0, printed
-    status, printed = run(
-        *("memory", "--device", "cpu", "--model", "tiny", "--methods", METHODS),
-        *("--seqs", 8, 16, 32, "--batches", 2, 8, "--json", tmp_path / "memory.json"),
-    )
-    assert status == 0, printed
     return tmp_path
 
 
@@ -42,7 +37,7 @@ def test_plot_writes_a_png_beside_each_file(results: Path, run: Run) -> None:
     assert (results / "step.png").read_bytes().startswith(b"\x89PNG")
     assert run("plot", results / "step.json", "--output", results / "other.png")[0] == 0
     assert (results / "other.png").exists()
-    assert run("plot", results / "nothing.json")[0] == run("plot", results / "memory.json")[0] == 2
+    assert run("plot", results / "nothing.json")[0] == 2
 
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +132,7 @@ def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
     table = (tables.ON_A_GPU | tables.ON_A_CPU)[name]
     command, *arguments = shlex.split(table.command)
     if command != "step":
-        assert command in {"memory", "kernels", "noise", "hyper-connections", "product-key"}
+        assert command in {"kernels", "noise", "hyper-connections", "product-key"}
         return
     parser = argparse.ArgumentParser()
     step.add_parser(parser.add_subparsers())
