@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from benchmarks.huggingface import transformer
-from benchmarks.workload import Workload
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo"),
@@ -21,15 +18,6 @@ pytestmark = [
 
 
 SIZE = ["--batch", "2", "--seq", "8"]
-HERE = "tests.benchmarks.test_sharded"
-
-
-def llama(batch: int, seq: int, checkpointing: bool = False) -> Workload:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {"vocab_size": 64, **sizes, **heads, "tie_word_embeddings": True}
-    shape = {"batch": batch, "seq": seq, "checkpointing": checkpointing}
-    return transformer("", cls="LlamaForCausalLM", config=config, **shape)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +27,7 @@ def llama(batch: int, seq: int, checkpointing: bool = False) -> Workload:
         (["--shards", "tp", "--model", "decoder-small", "--layers", "1"], "all-reduce"),
         (["--shards", "experts", "--model", "tiny-experts", "--layers", "1"], "all-to-all"),
         (["--model", "tiny", "--lora", "2", "--bucket", "64"], "all-gather"),
-        (["--model", f"{HERE}:llama", "--checkpointing"], "reduce-scatter"),
+        (["--model", "tiny", "--checkpointing"], "reduce-scatter"),
     ],
 )
 def test_two_processes(options: list[str], first: str, tmp_path: Path) -> None:
