@@ -48,6 +48,8 @@ class ForwardCall:
     spent: bool = False
     #: Whether gradients were cleared since: it counts only where a backward reaches it.
     forgotten: bool = False
+    #: Whether the loss of it was looked at.
+    is_looked_at: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
     #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.draws`).

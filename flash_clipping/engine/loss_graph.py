@@ -6,7 +6,6 @@ that meets a target ``[B]`` makes ``[B, B]`` differences, each of two samples.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,7 +41,6 @@ class LossLook:
         # Modules that are sharded compute with other parameters than those that they list.
         self._mark = self if any(hasattr(p, "placements") for p in root.parameters()) else None
         self._looks = 0
-        self._looked_at: Any = lambda: None  # a reference
         self._crossed_with: set[int] = set()  # sizes of batches that outputs were broadcast over
 
     def follow(self, outputs: list[Tensor], call: ForwardCall) -> None:
@@ -65,9 +63,9 @@ class LossLook:
 
     def _look(self, call: ForwardCall) -> None:
         samples = call.batch_size
-        if self.ended or call is self._looked_at() or samples is None or samples < 2:
+        if self.ended or call.is_looked_at or samples is None or samples < 2:
             return
-        self._looked_at = weakref.ref(call)
+        call.is_looked_at = True
         roots = [x for x in roots_of_backward(call.thread) if isinstance(x, Tensor)]
         nodes = [x.grad_fn for x in roots if x.grad_fn is not None]
         if not nodes:
