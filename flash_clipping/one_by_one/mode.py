@@ -347,7 +347,7 @@ class _Found:
 
     def __init__(self, modules: Sequence[nn.Module], given: dict[str, Any]):
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-        shared = [x for kind in kinds for x in vars(kind).values() if type(x) in HOLDERS]
+        shared = [x for cls in kinds for x in vars(cls).values() if not hasattr(type(x), "__get__")]
         self._state = state_of([given, *shared, *chain.from_iterable(map(held_by, modules))])
         #: Attributes of modules and of objects, and all dicts and lists.
         self.holders = [container for container, _ in self._state if type(container) in HOLDERS]

@@ -336,9 +336,14 @@ class RemembersInside(Net):
         return self.net(x)
 
 
+def attributes_of_class() -> dict[str, Any]:
+    queue: deque[Tensor] = deque()
+    return {"shared": [], "shared_queue": queue, "shared_pair": ([],), "shared_cache": Cache()}
+
+
 REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     name: (
-        lambda read=read: type("Own", (RemembersInside,), {"shared": []})(read),
+        lambda read=read: type("Own", (RemembersInside,), attributes_of_class())(read),
         lambda model, rows, give=give: model(X[[*rows]], give()).square().sum(),
     )
     for name, read, give in (
@@ -351,6 +356,9 @@ REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
         ("callable object", lambda m, _: m.kept(), lambda: None),
         ("list in a slot", lambda m, _: m.slots.seen, lambda: None),
         ("list of the class", lambda m, _: m.shared, lambda: None),
+        ("queue of the class", lambda m, _: m.shared_queue, lambda: None),
+        ("list in a tuple of the class", lambda m, _: m.shared_pair[0], lambda: None),
+        ("object of the class", lambda m, _: m.shared_cache.seen, lambda: None),
         ("argument with slots", lambda _, other: other.seen, SlottedCache),
         ("argument", lambda _, other: other["seen"]["x"], lambda: {"seen": {"x": []}}),
         ("object", lambda _, other: other.seen, Cache),
