@@ -130,6 +130,24 @@ def test_a_loader_of_ones_own_after_passes_without_a_step() -> None:
     assert "did not give" in message
 
 
+def test_the_row_of_nobody_is_known_from_an_earlier_loader() -> None:
+    """A model was made private twice; its steps still take batches of the first loader."""
+    engine, model = FlashPrivacyEngine(seed=0), TwoLayers()
+    options: Any = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    module, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data(16)), **options
+    )
+    engine.make_private(module=module, optimizer=optimizer, data_loader=loader, **options)
+    samples = []
+    for x, y in loader:
+        module.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        samples.append(loader.batch_sampler.last.samples)
+        assert bool(samples[-1]) == any(p.grad.any() for p in module.parameters())
+    assert 0 in samples
+
+
 def test_two_steps_on_one_batch() -> None:
     def train() -> None:
         made = private()

@@ -185,7 +185,7 @@ class BatchCollate:
     def __call__(self, samples: Any) -> Any:
         sampler: Any = self.sampler if get_worker_info() is None else None
         tells = sampler is not None and not sampler.by_loader
-        tells = tells and (not sampler.draws.strict or sampler.in_parts)
+        tells = tells and (not sampler.strict or sampler.in_parts)
         is_list = isinstance(samples, list)  # else what the dataset's __getitems__ gave
         draw = sampler.last if tells else None
         if not samples if is_list else draw is not None and not draw.rows:
@@ -198,13 +198,13 @@ class BatchCollate:
                 )
             samples = [self.dataset[0]] if is_list else self.dataset.__getitems__([0])
             draw = draw.with_a_row()
-        elif draw is not None and not sampler.draws.strict:
+        elif draw is not None and not sampler.strict:
             own = samples if is_list else next((x for x in tensors_in(samples) if x.dim()), None)
             rows = draw.rows if own is None else len(own)
             draw = replace(draw, samples=rows, rows=rows)
         batch = self._collated(samples)
         if draw is not None:
-            _announce(sampler, draw, batch)
+            sampler.announce(draw, batch)
         return batch
 
     def _collated(self, samples: Any) -> Any:
@@ -237,16 +237,11 @@ def _announced(batches: Any, sampler: PoissonSampler, pending: deque[DrawnBatch]
     """Batches that are not announced when they are collated (``BatchCollate``)."""
     try:
         for batch in batches:
-            _announce(sampler, pending.popleft(), batch)
+            sampler.announce(pending.popleft(), batch)
             yield batch
     finally:  # a loop that was left early, too
         sampler.given += len(pending)  # drawn, and never given
         sampler.draws.end_epoch()
-
-
-def _announce(sampler: PoissonSampler, draw: DrawnBatch, batch: Any) -> None:
-    strict = sampler.draws.strict  # the rows of what is called will be compared
-    sampler.announce(replace(draw, tensors=tensors_in(batch)) if strict else draw)
 
 
 def _refuse_different(size: int, steps: int, units: Users | None) -> None:
@@ -419,7 +414,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     session.rows.units_of_calls.from_loader = is_ours and sampler.units is not None
     session.rows.units_of_calls.are_items = is_ours
     session.rows.padding.rows = getattr(sampler, "rows", None)
-    session.rows.whole_batches = is_ours and sampler.draws.strict
+    session.rows.whole_batches = is_ours and sampler.strict
     if is_ours:
         sampler.follow(module)
         module.forbid_grad_accumulation()  # a second backward is of the same samples

@@ -21,6 +21,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
+from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.engine.sampling.units import Users
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses
@@ -41,7 +42,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     Attributes:
         drawn: batches that were ever drawn.
         given: of how many of them the loop was given something.
-        draws: what the loop is given, until the model has used it.
+        strict: whether the model must be called with these batches, row by row.
+        draws: what the loop is given, until the model has used it; one for all loaders of a model.
         last: the batch, or part, that was drawn last, whichever iterator it is for.
         in_parts: whether the loop is given parts, as many as the sampler says.
         by_loader: whether the loader announces ``last`` itself, and not what collates it.
@@ -90,7 +92,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.last: DrawnBatch = DrawnBatch(-1, 0, 0)
         self.in_parts: bool = False
         self.by_loader: bool = False
-        self.draws: Draws = Draws(self.is_strict or units is not None)
+        self.strict: bool = self.is_strict or units is not None
+        self.draws: Draws = Draws()
         #: Batches of the epoch that began last which its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
         #: Whether the loader that begins an epoch now announces what it gives. Where no sample was
@@ -100,14 +103,16 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def follow(self, module: Any) -> None:
         """Give to this wrapped model, or hooks, from now on."""
-        self.draws = module._session.rows.draws = Draws(self.draws.strict)
+        self.draws = module._session.rows.draws
+        vars(self.draws).update(vars(Draws(self.strict)))
         module.follow_rows()
 
-    def announce(self, draw: DrawnBatch) -> None:
+    def announce(self, draw: DrawnBatch, batch: Any) -> None:
         """The loop is given this batch, or a part of one."""
         self.given += draw.number != self._number
         self._number = draw.number
-        self.draws.give(draw)
+        # The rows of what is called will be compared.
+        self.draws.give(replace(draw, tensors=tensors_in(batch)) if self.strict else draw)
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]  # writeable there
