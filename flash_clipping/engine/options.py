@@ -140,10 +140,10 @@ def check_options(given: dict[str, Any], wrapper: bool = False) -> None:
             raise InvalidType(f"FC319 {name}: found {found}; use:\n    {name}={line}")
         if mode_of_opacus and not isinstance(value, str | None):
             raise InvalidValue(f"FC313 {name}: found with another grad_sample_mode than 'flash'.")
-    words = {"mode": Mode, "loss_reduction": Reduction, "clipping": Clipping}
-    for name, known in () if mode_of_opacus else words.items():
-        if name in given and not isinstance(given[name], AdaptiveBound):
-            check_one_of(name, given[name], get_args(known))
+    words = {"mode": Mode, "loss_reduction": Reduction}
+    words |= {} if isinstance(given.get("clipping"), AdaptiveBound) else {"clipping": Clipping}
+    for name in () if mode_of_opacus else words.keys() & given.keys():
+        check_one_of(name, given[name], get_args(words[name]))
     if isinstance(given.get("unit"), Users) and not given.get("poisson_sampling", True):
         raise InvalidValue("FC281 unit: found Users with poisson_sampling=False, which draws rows.")
 

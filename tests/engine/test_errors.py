@@ -15,6 +15,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
 
 from flash_clipping import (
+    AdaptiveBound,
     FlashClippingError,
     FlashLoss,
     FlashPrivacyEngine,
@@ -246,6 +247,8 @@ def test_backends_are_checked_by_name() -> None:
             "clipping='adaptive!' is unknown; expected one of flat, per_layer, automatic",
         ),
         ({"loss_reduction": "none"}, "loss_reduction='none' is unknown; expected one of mean, sum"),
+        ({"mode": AdaptiveBound()}, r"mode=AdaptiveBound\(.*\) is unknown; expected one of one_"),
+        ({"loss_reduction": AdaptiveBound()}, r"loss_reduction=AdaptiveBound\(.*\) is unknown"),
     ],
 )
 def test_error_unknown_option(option: dict[str, Any], text: str) -> None:
