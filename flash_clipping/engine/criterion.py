@@ -87,11 +87,12 @@ class FlashTensor(DPTensorFastGradientClipping):
 
 def _keeps_type(name: str) -> Any:
     # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
-    def operate(self: FlashTensor, *args: Any) -> FlashTensor:
+    def operate(self: FlashTensor, *args: Any) -> Any:
         mine, kind = self.loss_per_sample, DPTensorFastGradientClipping
         of_losses = [x.loss_per_sample for x in args if isinstance(x, kind)]
         if all(x.shape == mine.shape for x in of_losses):
-            found = getattr(mine, name)(*of_losses or args)
+            if (found := getattr(mine, name)(*of_losses or args)) is NotImplemented:
+                return found
             if found.shape == mine.shape:
                 return FlashTensor(self.module, self.optimizer, found, self.loss_reduction)
             of_losses = [found]
@@ -326,12 +327,12 @@ class FlashLoss(DPLossFastGradientClipping):
 
     def _counted(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
         """Which losses count, where targets say that some do not; ``None``: all of them."""
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        target: Any = kwargs.get("target", args[1] if len(args) > 1 else None)
         index = getattr(self.criterion, "ignore_index", self._takes.get("ignore_index"))
         index = kwargs.get("ignore_index", index)
-        if not isinstance(target, Tensor) or target.is_floating_point():
-            return None
-        if target.shape not in (losses.shape, (losses.numel(),)) or not isinstance(index, int):
+        shapes = losses.shape, losses.flatten(0, 1).shape  # the latter with shape=
+        is_label = isinstance(target, Tensor) and not target.is_floating_point()
+        if not is_label or target.shape not in shapes or not isinstance(index, int):
             return None
         return torch.ne(target, index).reshape(losses.shape)
 

@@ -166,7 +166,21 @@ def test_losses_of_different_shapes_are_not_added() -> None:
             a(output, target) + b(output, target)
     with raises("FC462", ValueError, match=r"shape \[6\].*\[6, 6\]"):
         returned(output, target) * torch.ones(6, 1)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        returned(output, target) + None
     left_by(wrapped, 2 * returned(output, target) + returned(output, target) / 3)
+
+
+def test_labels_that_are_ignored_do_not_count_where_samples_have_several_axes() -> None:
+    """Of logits ``[B T, C, K]``, and labels ``[B T, K]``."""
+    wrapped, _, returned = private(nn.CrossEntropyLoss())
+    output = wrapped(batch("values")[0])
+    logits = output.view(BATCH, 1, OUTPUTS, 1).expand(-1, 2, -1, 2).flatten(0, 1)
+    labels = torch.arange(4 * BATCH).view(2 * BATCH, 2) % OUTPUTS
+    labels[:3, 0] = -100
+    losses = returned(logits, labels, shape=(BATCH, 2)).loss_per_sample
+    pairs = zip(logits.split(2), labels.split(2), strict=True)
+    torch.testing.assert_close(losses, torch.stack([F.cross_entropy(*pair) for pair in pairs]))
 
 
 def test_what_a_loss_is_looked_at_by() -> None:

@@ -42,7 +42,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     Attributes:
         drawn: batches that were ever drawn.
         given: of how many of them the loop was given something.
-        strict: whether the model must be called with these batches, row by row.
+        strict: whether rows of the model's calls are compared with those of these batches.
         draws: what the loop is given, until the model has used it; one for all loaders of a model.
         last: the batch, or part, that was drawn last, whichever iterator it is for.
         in_parts: whether the loop is given parts, as many as the sampler says.
@@ -111,7 +111,6 @@ class PoissonSampler(UniformWithReplacementSampler):
         """The loop is given this batch, or a part of one."""
         self.given += draw.number != self._number
         self._number = draw.number
-        # The rows of what is called will be compared.
         self.draws.give(replace(draw, tensors=tensors_in(batch)) if self.strict else draw)
 
     @property
