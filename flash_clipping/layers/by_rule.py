@@ -32,16 +32,13 @@ def by_rule(
     return _ByRule.apply(rule, layer, backend, names, *inputs, *params.values())
 
 
-def _split(values: tuple[Any, ...], params: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return values[: len(values) - params], values[len(values) - params :]
-
-
 class _ByRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rule: Rule, layer: Any, backend: str, names: tuple[str, ...], *tensors: Any
     ) -> Any:
-        inputs, params = _split(tensors, len(names))
+        count = len(tensors) - len(names)
+        inputs, params = tensors[:count], tensors[count:]
         output, saved = rule.forward(layer, *inputs)
         ctx.asked = rule, layer, backend, names, [param.shape for param in params]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
@@ -55,9 +52,10 @@ class _ByRule(torch.autograd.Function):
         rule, layer, backend, names, shapes = ctx.asked
         both = zip(ctx.saved_tensors, ctx.others, strict=True)
         saved = tuple(other if x is None else x for x, other in both)
-        of_inputs_wanted, of_params_wanted = _split(ctx.needs_input_grad[4:], len(names))
-        trained = frozenset(compress(names, of_params_wanted))
-        needs = GradRequest(of_inputs_wanted, trained, backend)
+        wanted = ctx.needs_input_grad[4:]
+        count = len(wanted) - len(names)
+        trained = frozenset(compress(names, wanted[count:]))
+        needs = GradRequest(wanted[:count], trained, backend)
         grad = grads if len(grads) > 1 else grads[0]
         of_inputs, factors = rule.backward(layer, saved, grad, needs)
         if not isinstance(of_inputs, tuple):

@@ -152,7 +152,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             self.run.detach()
 
     def get_train_dataloader(self) -> Any:
-        """Poisson batches of ``train_dataset``, each a ``LogicalBatch``."""
+        """Poisson batches of ``train_dataset``, each a ``LogicalBatch``; in training, its own."""
+        if self.run.hooks is not None:
+            return self._loader
         plain = super().get_train_dataloader()
         refuse_loader(plain)
         limit = self.privacy.max_physical_batch_size

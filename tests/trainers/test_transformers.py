@@ -378,6 +378,29 @@ def test_resuming_where_the_state_is_read_last(tmp_path: Path) -> None:
     assert private.run.steps == private.state.global_step == 2
 
 
+class AsksForLoaders(TrainerCallback):
+    """A training whose callback asks for its loader; the weights that it ends with."""
+
+    def __init__(self, folder: Path, asks: bool):
+        self.private, self.asks = (
+            trainer(folder, max_steps=8, more={"callbacks": [self]}, **SGD),
+            asks,
+        )
+        self.private.train()
+        self.weights = weights(self.private.model)
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self.asks:
+            assert len(self.private.get_train_dataloader()) == 4
+
+
+def test_a_loader_that_is_asked_for_in_training_is_the_one_of_it(tmp_path: Path) -> None:
+    """Epochs of another would draw what a seed says, and those of the training something else."""
+    asked, plain = (AsksForLoaders(tmp_path, asks).weights for asks in (True, False))
+    for name, tensor in plain.items():
+        assert torch.equal(asked[name], tensor), name
+
+
 def test_without_a_seed_a_resumed_run_draws_afresh(tmp_path: Path) -> None:
     """Neither ``TrainingArguments.seed`` nor the checkpoint's generators repeat noise."""
     models = []
