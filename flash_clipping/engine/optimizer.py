@@ -115,14 +115,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             checked_number("expected_batch_size", expected_batch_size, "(0, inf)", example=64)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._has_shards = any(hasattr(p, "placements") for p in held)
-        is_whole = type(self) is FlashDPOptimizer and not self._has_shards
-        grids = self._grids if is_whole else self._grids[:2]
-        if noise_grid not in grids:
-            raise NotServed(
-                f"FC317 noise_grid={noise_grid!r}: found {type(self).__name__}; expected one of "
-                f"{grids}. Discrete noise is for whole parameters in one process; and where sums "
-                "of other workers are added to a rounded one, fully_shard has grids."
-            )
+        self.noise_grid = noise_grid
+        self._refuse_grid()
         #: Where the bound is, and the sums that were taken: the model's, once one is followed.
         self._ledger = GradLedger(nn.Module())
         #: Called when noise was added, in this order. The first is the engine's, which accounts.
@@ -135,7 +129,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 "whoever knows a seed can subtract the noise. For tests, without secure_mode:\n"
                 "    stream=SecretStream(seed=0)"
             )
-        self.noise_grid = noise_grid
         kwargs |= {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
         super().__init__(optimizer, expected_batch_size=expected_batch_size, **kwargs)  # type: ignore[arg-type]  # "int" there
         check_optimizer(self)
@@ -168,6 +161,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self.check_alone(module, self.original_optimizer)
         self._sharded = module._sharded
         self._refuse_unknown_shards()
+        self._refuse_grid()
         if self._sharded is not None:
             self.stream = self._sharded.processes.shared_stream(self.stream)
         before = module.running_step.follower
@@ -186,6 +180,16 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 "FC605 FlashDPOptimizer: found shards as parameters, and no wrapped model that it "
                 "follows and that fully_shard was applied to before. Wrap the model after "
                 "fully_shard, and follow it (make_private does):\n    optimizer.follow(model)"
+            )
+
+    def _refuse_grid(self) -> None:
+        is_whole = type(self) is FlashDPOptimizer and not self._has_shards
+        grids = self._grids if is_whole and self._sharded is None else self._grids[:2]
+        if self.noise_grid not in grids:
+            raise NotServed(
+                f"FC317 noise_grid={self.noise_grid!r}: found {type(self).__name__}; expected one "
+                f"of {grids}. Discrete noise is for whole parameters in one process; and where "
+                "sums of other workers are added to a rounded one, fully_shard has grids."
             )
 
     def compile_ahead(self) -> None:
@@ -480,15 +484,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or its sum that this process has, as reals."""
         if self._sharded is not None:
-            own: Tensor = self._sharded.slots.own(tensor)
-            return own
+            tensor = self._sharded.slots.own(tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def _placed(self, param: Tensor, own: Tensor) -> Tensor:
         """A gradient as the parameter wants it, from what this process has of it."""
         if self._sharded is not None:
-            slots = self._sharded.slots
-            found: Tensor = slots.as_sharded(param, own.view(slots.own(param).shape))
+            found: Tensor = self._sharded.slots.as_sharded(param, own.view(self._own(param).shape))
             return found
         if param.is_complex():
             return torch.view_as_complex(own.view(*param.shape, 2))
@@ -541,8 +543,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """As in Opacus; a whole step ends the record, and moves an adaptive bound. ``ValueError``
         if Accelerate divides losses before their backward."""
         _refuse_divided_losses()
-        whole = super().pre_step(closure)
-        if whole:
+        if whole := super().pre_step(closure):
             if self.adaptive is not None:
                 self._move_bound(self.step_record)
             self.step_record = None

@@ -41,7 +41,6 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "gdp": ("poisson", "always"),
 }
 _WHY_NOT = {
-    "pld": "",
     "prv": "knows Poisson batches with independent noise only",
     "rdp": "knows Gaussian mechanisms, also of Poisson batches, only",
     "gdp": "knows Gaussian mechanisms, or Poisson batches of one rate and noise, only",

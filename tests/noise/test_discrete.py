@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import AdaptiveBound, FlashPrivacyEngine, PoissonSampling
+from flash_clipping import (
+    AdaptiveBound,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    PoissonSampling,
+)
 from flash_clipping.engine import wings
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.noise import discrete
@@ -196,5 +201,12 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
     for cls, param in ((FlashDPOptimizer, shard), (DistributedFlashDPOptimizer, whole)):
         with raises("FC317", NotImplementedError):
             cls(torch.optim.SGD([param]), noise_grid="exact", **given)
+    model = GradSampleModuleFlashClipping(nn.Linear(3, 1))
+    optimizer = FlashDPOptimizer(
+        torch.optim.SGD([*model.parameters()]), noise_grid="exact", **given
+    )
+    vars(model)["_sharded"] = object()  # other layers, which are frozen, are cut over processes
+    with raises("FC317", NotImplementedError):
+        optimizer.follow(model)
     with raises("FC317", ValueError):
         discrete_grid(1.0, 1e4, 10**9)
