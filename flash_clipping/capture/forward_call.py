@@ -48,7 +48,7 @@ class ForwardCall:
     spent: bool = False
     #: Whether gradients were cleared since: it counts only where a backward reaches it.
     forgotten: bool = False
-    #: Whether the loss of it was looked at.
+    #: Whether the loss of it was checked.
     is_looked_at: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
