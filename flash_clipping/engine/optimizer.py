@@ -175,11 +175,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._module, self._ledger = module, module.running_step
 
     def _refuse_unknown_shards(self) -> None:
-        if self._has_shards and self._sharded is None:
+        if self._has_shards and (self._sharded is None or type(self) is not FlashDPOptimizer):
             raise InvalidValue(
-                "FC605 FlashDPOptimizer: found shards as parameters, and no wrapped model that it "
-                "follows and that fully_shard was applied to before. Wrap the model after "
-                "fully_shard, and follow it (make_private does):\n    optimizer.follow(model)"
+                f"FC605 {type(self).__name__}: found shards as parameters; expected a "
+                "FlashDPOptimizer, of a model that was wrapped after fully_shard. It follows that "
+                "(make_private sees to it):\n    optimizer.follow(model)"
             )
 
     def _refuse_grid(self) -> None:

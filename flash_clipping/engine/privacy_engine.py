@@ -15,7 +15,7 @@ from opacus.optimizers import DPOptimizer
 from torch import distributed as dist, nn, optim
 from torch.utils.data import DataLoader
 
-from flash_clipping.distributed import is_sharded, processes_of
+from flash_clipping.distributed import has_shards, is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import (
@@ -489,7 +489,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         cls: Callable[..., FlashDPOptimizer] = FlashDPOptimizer
         if group is not None:
             cls, kwargs["group"] = wings.stage_optimizer, group
-        elif isinstance(module, _DataParallel):
+        elif isinstance(module, _DataParallel) and not has_shards(module):
             cls, expected = DistributedFlashDPOptimizer, expected / dist.get_world_size()
         return cls(optimizer, expected_batch_size=expected, **kwargs)
 

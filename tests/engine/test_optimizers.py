@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader
 
 import flash_clipping
-from flash_clipping import FlashClippingError, FlashDPOptimizer, GradSampleModuleFlashClipping
+from flash_clipping import (
+    FlashClippingError,
+    FlashDPOptimizer,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    PoissonSampling,
+)
+from flash_clipping.engine import privacy_engine
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
+from flash_clipping.pipelines.optimizer import PipelineFlashDPOptimizer
 from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
@@ -157,6 +167,30 @@ def test_shards_need_a_model_that_was_sharded_when_it_was_wrapped() -> None:
     del model.weight.placements
     with raises("FC605", ValueError):
         optimizer.follow(GradSampleModuleFlashClipping(model))
+
+
+@pytest.mark.parametrize("cls", [DistributedFlashDPOptimizer, PipelineFlashDPOptimizer])
+def test_shards_are_for_one_class_alone(cls: Any) -> None:
+    """Others add noise in one process, or by the number of a stage."""
+    model = nn.Linear(3, 2)
+    model.weight.placements = ()  # as of a DTensor
+    optimizer = object.__new__(cls)
+    vars(optimizer).update(_has_shards=True, _sharded=object())
+    with raises("FC605", ValueError, match=cls.__name__):
+        optimizer._refuse_unknown_shards()
+
+
+def test_shards_inside_of_data_parallel_have_noise_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``fully_shard`` was applied to what Opacus' data parallelism is around."""
+    monkeypatch.setattr(privacy_engine, "has_shards", lambda module: True)
+    module = object.__new__(DPDDP)
+    nn.Module.__init__(module)
+    given: Any = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "loss_reduction": "mean"}
+    given |= {"module": module, "optimizer": torch.optim.SGD(nn.Linear(2, 1).parameters())}
+    made = FlashPrivacyEngine()._optimizer({**given, "process": PoissonSampling()}, 8.0, None)
+    assert type(made) is FlashDPOptimizer and made.expected_batch_size == 8.0
 
 
 def test_sparse_adam_is_refused() -> None:
