@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping._compat import awaits_gradient, hooks_of_parameter, pytree
+from flash_clipping._compat import awaits_gradient, hooks_of_parameter, never_compiled, pytree
 from flash_clipping.capture.borrowed import UsesOthers, until_borrowed
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
@@ -301,6 +301,7 @@ class ModelWatch:
             return True
         return session.proof.kinds.covers(module, args, kwargs, session.known.depends_on_sizes)
 
+    @never_compiled  # which compares runs
     def prove_if(
         self,
         wanted: bool,

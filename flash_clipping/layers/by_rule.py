@@ -29,7 +29,7 @@ def by_rule(
         params: what the layer reads for its parameters, by their names.
     """
     names = tuple(params)
-    return _ByRule.apply(rule, layer, backend, names, *inputs, *params.values())
+    return _ByRule.apply(rule, layer, backend, names, *params.values(), *inputs)
 
 
 class _ByRule(torch.autograd.Function):
@@ -37,8 +37,7 @@ class _ByRule(torch.autograd.Function):
     def forward(
         ctx: Any, rule: Rule, layer: Any, backend: str, names: tuple[str, ...], *tensors: Any
     ) -> Any:
-        count = len(tensors) - len(names)
-        inputs, params = tensors[:count], tensors[count:]
+        params, inputs = tensors[: len(names)], tensors[len(names) :]
         output, saved = rule.forward(layer, *inputs)
         ctx.asked = rule, layer, backend, names, [param.shape for param in params]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
@@ -53,9 +52,8 @@ class _ByRule(torch.autograd.Function):
         both = zip(ctx.saved_tensors, ctx.others, strict=True)
         saved = tuple(other if x is None else x for x, other in both)
         wanted = ctx.needs_input_grad[4:]
-        count = len(wanted) - len(names)
-        trained = frozenset(compress(names, wanted[count:]))
-        needs = GradRequest(wanted[:count], trained, backend)
+        trained = frozenset(compress(names, wanted))
+        needs = GradRequest(wanted[len(names) :], trained, backend)
         grad = grads if len(grads) > 1 else grads[0]
         of_inputs, factors = rule.backward(layer, saved, grad, needs)
         if not isinstance(of_inputs, tuple):
@@ -64,4 +62,4 @@ class _ByRule(torch.autograd.Function):
             factors[name].clipped_sum(None, backend).view(shape) if name in trained else None
             for name, shape in zip(names, shapes, strict=True)
         ]
-        return None, None, None, None, *of_inputs, *sums
+        return None, None, None, None, *sums, *of_inputs

@@ -557,3 +557,19 @@ def test_a_subgraph_that_is_run_several_times_has_no_wires() -> None:
     except RuntimeError:
         return  # Dynamo, or this library, refused
     assert_close(module.get_norm_sample(), truth.norms, 1e-5, "norms")
+
+
+@pytest.mark.parametrize("of", ["the wrapped model", "the model inside"])
+def test_what_is_compiled_from_outside_is_still_checked(of: str) -> None:
+    """The graph breaks where runs are compared."""
+    torch.manual_seed(0)
+    inside, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(3, 2, 4)
+    truth = per_sample_truth(inside, (x,), squared_loss)
+    wrapped = GradSampleModuleFlashClipping(inside)
+    model: Any = wrapped
+    if of == "the wrapped model":
+        model = torch.compile(wrapped, backend="eager")
+    else:
+        inside.compile(backend="eager")
+    squared_loss(model, (x,)).mean().backward()
+    assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
