@@ -57,6 +57,7 @@ class DrawnBatch:
         unit_R: int64, which unit each row belongs to; ``None``: rows are samples.
         tensors: those of the batch, where rows are compared.
         loop, place: which of the loops over the loader it is for, and its place there.
+        rate: the probability that a sample was drawn with, once the loop is given it.
     """
 
     number: int
@@ -66,6 +67,7 @@ class DrawnBatch:
     tensors: Sequence[Tensor] = ()
     loop: int = 0
     place: int = 0
+    rate: float = 0.0
     #: Whether a forward has used it, an optimizer has taken its sums, a step was taken on it, and
     #: its loop is over.
     used: bool = False

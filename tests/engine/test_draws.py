@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from itertools import islice
@@ -23,7 +24,7 @@ from flash_clipping import (
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
-from tests.support.errors import raises
+from tests.support.errors import raises, warns
 from tests.support.private import Private, TwoLayers, data
 from tests.support.users import IDS, private as of_users
 
@@ -146,6 +147,27 @@ def test_the_row_of_nobody_is_known_from_an_earlier_loader() -> None:
         samples.append(loader.batch_sampler.last.samples)
         assert bool(samples[-1]) == any(p.grad.any() for p in module.parameters())
     assert 0 in samples
+
+
+@pytest.mark.parametrize(("first", "second"), [(8, 4), (4, 8), (4, 4)])
+def test_batches_of_an_earlier_loader_at_another_rate(first: int, second: int) -> None:
+    """What they draw more often than is accounted for makes epsilon too small."""
+    engine, module, loaders = FlashPrivacyEngine(), TwoLayers(), list[Any]()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    for batch_size in (first, second):
+        made = engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=DataLoader(data(16), batch_size=batch_size),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        module, optimizer = made[:2]
+        loaders.append(made[2])
+    x, y = next(iter(loaders[0]))
+    F.cross_entropy(module(x), y).backward()
+    with warns("FC335", NotPoissonWarning) if first > second else contextlib.nullcontext():
+        optimizer.step()
 
 
 def test_two_steps_on_one_batch() -> None:

@@ -430,7 +430,9 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
             sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
         elif is_ours:
             silent += draw is None
-            if draw is not None and draw.stepped:
+            if draw is not None and draw.rate > sampler.sample_rate:
+                _warn(engine, f"a batch of another loader, which draws by {draw.rate:.3g}")
+            elif draw is not None and draw.stepped:
                 _warn(engine, f"a second step on batch {draw.number} of the loader")
             elif draw is None and silent > sampler.drawn - sampler.given:
                 found = "a step on a batch that the loader which make_private returned did not give"

@@ -110,7 +110,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def announce(self, draw: DrawnBatch, batch: Any) -> None:
         """The loop is given this batch, or a part of one."""
         self.given += draw.number != self._number
-        self._number = draw.number
+        self._number, draw.rate = draw.number, self.sample_rate
         self.draws.give(replace(draw, tensors=tensors_in(batch)) if self.strict else draw)
 
     @property
