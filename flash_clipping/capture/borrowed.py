@@ -47,10 +47,8 @@ def until_borrowed(forward: Callable[..., Any], session: Any, lost: set[int]) ->
         session.proof.lost = lost
         output = forward(*args, **kwargs)
         refuse_until_lent(session, tensors_in(output))
-        session.proof.lost, is_known = (
-            None,
-            True,
-        )  # a run that was refused in its midst shows nothing
+        # A run that was refused in its midst shows nothing.
+        session.proof.lost, is_known = None, True
         return output
 
     return run

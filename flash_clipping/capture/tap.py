@@ -490,18 +490,8 @@ class Tap(FactorSource):
         if folds:
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
-        given = (
-            self,
-            trainable,
-            call,
-            place,
-            recomputed,
-            rows,
-            session.options.anchor,
-            *args,
-            *params,
-        )
-        output = apply_tapped_layer(*given)
+        given = self, trainable, call, place, recomputed, rows, session.options.anchor
+        output = apply_tapped_layer(*given, *args, *params)
         self._ordinary = None
         if (
             call is not None

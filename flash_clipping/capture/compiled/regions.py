@@ -129,9 +129,8 @@ class Region:
             return self._run(None, args, kwargs)
         if (call is None or call.ended) and not in_backward():
             return self.inner(*args, **kwargs)  # where taps refuse it
-        if (
-            session.options.layers_are_cut
-        ):  # AOTAutograd gives what is awaited no gradient of its kind
+        if session.options.layers_are_cut:
+            # AOTAutograd gives what is awaited no gradient of its kind.
             args, kwargs = map_tensors(arrived, (args, kwargs))
         # What is the same for all samples gets a row for each, as many as the model has now.
         batch_size = 0 if call is None else call.batch_size or 0
@@ -206,9 +205,8 @@ class Region:
             )
         session = self.session
         before, call = ACTIVE.pop(key, None), session.calls.proven_call
-        session.calls.proven_call = (
-            None  # what the compiler gives up records itself by its own wires
-        )
+        # What the compiler gives up records itself by its own wires.
+        session.calls.proven_call = None
         try:
             if layout is not None:
                 ACTIVE[key] = layout.calls, self._make(layout)
