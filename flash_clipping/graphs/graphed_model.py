@@ -171,7 +171,7 @@ class GraphedModel(GraphedStep):
                 return True
         uses = call.uses
         is_used_alike = super()._is_warm(call) and uses[-1] == uses[-2] and bool(uses[-1].grads)
-        # Beside sums of another part, and an optimizer's state, it would seem to take too much.
+        # What came to be held since, as sums or an optimizer's state, would count as the graph's.
         return is_used_alike and memory_held(call.device) <= self._held + BLOCKS
 
     def _warm_up(self, call: Call) -> Any:

@@ -5,8 +5,8 @@ exactly 0 to the clipped sum. Padding on the right fills texts up to one of a fe
 No text gets longer than the longest that the collator has made: nobody else knows what fits.
 
 A new shape is captured, which takes as long as several calls. So once it is known that replays are
-worth it, a batch is first filled up to a shape that was met and is a little larger, until all that
-filling has cost is what a capture costs.
+worth it, a batch is first filled up to a shape that was met, at most half larger. Once this filling
+has cost as much as a capture, the batch's own shape is captured.
 
 A draw that is larger than a usual batch is cut: a replay of one more part costs the host little,
 and memory is that of a usual batch.
@@ -35,8 +35,8 @@ _TEXTS: dict[str, int | None] = {
     "labels": -100,
 }
 
-#: What a capture costs, in calls of its shape; and how many times larger the shape may be that a
-#: batch is filled up to before.
+#: What a capture costs, in calls of its shape; and how many times larger than a batch's own the
+#: shape may be that it is filled up to until then.
 CAPTURE, LARGER = 4.0, 1.5
 
 
