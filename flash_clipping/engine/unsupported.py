@@ -194,26 +194,21 @@ def refuse_alone(module: Any, distributed: Any) -> None:
         return
     running = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if running else 1
-    if (processes := processes_of(module)) is not None:
-        if distributed is None and processes.mesh.size() < world:
-            raise InvalidValue(
-                f"FC602 module ({type(module).__name__}): its layers are cut over "
-                f"{processes.mesh.size()} of {world} processes, and nothing would reduce the "
-                "gradients of the others' samples. Call fully_shard over the data dimension of the "
-                "mesh as well, or pass distributed=False to make_private, if each group of "
-                "processes trains a model of its own."
-            )
+    processes, instead, cut = processes_of(module), _INSTEAD, ""
+    if processes is not None:
+        if distributed is not None or processes.mesh.size() == world:
+            return
+        instead = "Call fully_shard over the data dimension of the mesh as well."
+        cut = f", whose layers are cut over {processes.mesh.size()} of them,"
+    elif not distributed and (distributed is not None or world == 1):
         return
-    if distributed:
-        raise InvalidValue(f"FC602 distributed=True: found a {type(module).__name__}. {_INSTEAD}")
-    if distributed is None and world > 1:
-        for path, part in module.named_modules():
-            refuse_inside(path, part)
-        raise InvalidValue(
-            f"FC602 module ({type(module).__name__}): torch.distributed runs {world} processes, "
-            f"and nothing would reduce the model's gradients. {_INSTEAD} Or pass distributed=False "
-            "to make_private, if every process is to train a model of its own."
-        )
+    for path, part in module.named_modules():
+        refuse_inside(path, part)
+    raise InvalidValue(
+        f"FC602 module ({type(module).__name__}): found {world} processes of torch.distributed, "
+        f"and nothing that would reduce the gradients of the model{cut} over them. {instead} Or "
+        "pass distributed=False to make_private, if each trains a model of its own."
+    )
 
 
 # -- layers and parameters -------------------------------------------------------------------------
@@ -224,17 +219,13 @@ _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 #: Of which Opacus' verdict is not asked: they are supported, or refused by what is written here.
 _JUDGED_HERE = {nn.MultiheadAttention, *BATCH_NORMS, *_REPLACED_LAYERS}
 
-_FIX = "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
-
-#: The same for batch normalizations that it passes over.
-_NORMS = (
-    "import math; from torch import nn; norms = [item for item in model.named_modules() "
-    "if isinstance(item[1], nn.modules.batchnorm._BatchNorm)]"
-)
-_GROUPS = (
-    "nn.GroupNorm(math.gcd(32, x.num_features), x.num_features, affine=x.affine)"
-    ".to(next(model.parameters()))"
-)
+#: Puts groups in the place of all batch normalizations; those without weights, too, which Opacus'
+#: ``ModuleValidator.fix`` passes over.
+_GROUPS = """
+    import math; from torch import nn; kind = nn.modules.batchnorm._BatchNorm
+    for path, x in [(path, m) for path, m in model.named_modules() if isinstance(m, kind)]: \
+model.set_submodule(path, nn.GroupNorm(math.gcd(32, x.num_features), x.num_features, \
+affine=x.affine).to(next(model.parameters())))"""
 
 
 class UnsupportedModel(NotServed, UnsupportedModuleError):
@@ -352,12 +343,7 @@ def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
         has_statistics = module.running_mean is not None and module.running_var is not None
         if has_statistics and not module.training:
             continue
-        line = _FIX
-        if not path:
-            line = f"\n    x = model; model = {_GROUPS}"
-        elif not all(_is_fixed(norm) for _, norm in norms):
-            line = f"\n    {_NORMS}"
-            line += f"\n    for path, x in norms: model.set_submodule(path, {_GROUPS})"
+        line = _GROUPS
         if type(module).__module__.startswith("timm."):  # it holds an activation
             line = "\n    model = timm.create_model(name, norm_layer=timm.layers.GroupNormAct)"
         if has_statistics:
@@ -373,12 +359,6 @@ def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
         )
 
 
-def _is_fixed(module: nn.Module) -> bool:
-    """Whether Opacus' ``ModuleValidator.fix`` replaces it: it passes over subclasses and over what
-    has no trainable parameter of its own."""
-    return type(module) in ModuleValidator.FIXERS and _trains(module)
-
-
 def _trains(module: nn.Module) -> bool:
     return any(param.requires_grad for param in module.parameters(recurse=False))
 
@@ -386,24 +366,19 @@ def _trains(module: nn.Module) -> bool:
 def _refuse_recurrent(path: str, module: Any) -> NoReturn:
     """Refuse a recurrent layer of PyTorch, with the line that puts Opacus' in its place."""
     name = _REPLACED_LAYERS[type(module)]
-    advice = f"Replace it by opacus.layers.{name}, which takes its state dict"
-    line = _FIX
+    given = "old.num_layers, old.bias, old.batch_first, old.dropout, old.bidirectional"
+    given += ", nonlinearity=old.nonlinearity" * (name == "DPRNN")
+    advice = (
+        f"Replace it by opacus.layers.{name}, which takes its state dict:\n"
+        f"    import opacus; old = {module_at(path)}\n"
+        f"    new = opacus.layers.{name}(old.input_size, old.hidden_size, {given})\n"
+        f'    new.load_state_dict(old.state_dict()); model.set_submodule("{path}", new)'
+    )
     if module.proj_size:
-        advice = "No other layer has its proj_size. Give make_private, or the wrapper"
-        line = '\n    mode="one_by_one"'
-    elif not _is_fixed(module):
-        given = "old.num_layers, old.bias, old.batch_first, old.dropout, old.bidirectional"
-        if name == "DPRNN":
-            given += ", nonlinearity=old.nonlinearity"
-        put = f'model.set_submodule("{path}", new)' if path else "model = new"
-        line = (
-            f"\n    import opacus; old = {module_at(path)}"
-            f"\n    new = opacus.layers.{name}(old.input_size, old.hidden_size, {given})"
-            f"\n    new.load_state_dict(old.state_dict()); {put}"
-        )
+        advice = f"No other layer has its proj_size.{ONE_BY_ONE}"
     raise UnsupportedModel(
         f"FC110 {path or 'the model'} ({type(module).__name__}) has no per-sample gradients. "
-        f"{advice}:{line}"
+        f"{advice}"
     )
 
 
@@ -417,22 +392,20 @@ def refuse_unloaded(root: nn.Module) -> None:
                 continue
             if not param.requires_grad and module in loaded:
                 continue
-            found = "a parameter without values"
             advice = (
                 "Loading makes another parameter, which neither the optimizer nor the wrapper "
                 "would know. Load the model, then make the optimizer and wrap it:\n"
                 '    model.to_empty(device="cpu"); model.load_state_dict(state)'
             )
             if param.requires_grad and loaded:  # adapters of what is offloaded are made there
-                found = "a trainable parameter of what Accelerate loads for every forward"
                 advice = (
-                    "Gradients of what it loads reach no parameter. Keep what is trained on its "
-                    "device; frozen modules alone may be offloaded:\n"
+                    "Gradients of what Accelerate loads for every forward reach no parameter. "
+                    "Frozen modules alone may be offloaded:\n"
                     '    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": 0})'
                 )
             raise FlashClippingError(
-                f"FC125 {f'{path}.{name}'.lstrip('.')}: found {found}, on the meta device; "
-                f"expected one on the device that it is trained on. {advice}"
+                f"FC125 {f'{path}.{name}'.lstrip('.')}: found a parameter without values, on the "
+                f"meta device; expected one on the device that it is trained on. {advice}"
             )
 
 
@@ -457,9 +430,10 @@ def validate(module: nn.Module, mode: str = "one_pass") -> None:
         verdict = ModuleValidator.VALIDATORS.get(type(part))
         if verdict is None or type(part) in _JUDGED_HERE or not _trains(part):
             continue
+        fix = "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
         for error in verdict(part):
             raise UnsupportedModel(
                 f"FC111 {path.removeprefix('_module.') or 'the model'} ({type(part).__name__}): "
                 "found what its validator of Opacus refuses. "
-                f"{error}{_FIX if _is_fixed(part) else ONE_BY_ONE}"
+                f"{error}{fix if type(part) in ModuleValidator.FIXERS else ONE_BY_ONE}"
             )

@@ -446,7 +446,7 @@ tracking = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "norm": (lambda: Norms(nn.BatchNorm1d(6)), r"norms\.0 \(BatchNorm1d\) mixes", ".fix("),
+    "norm": (lambda: Norms(nn.BatchNorm1d(6)), r"norms\.0 \(BatchNorm1d\) mixes", "set_submodule"),
     "frozen norm": (
         lambda: Norms(nn.BatchNorm1d(6), nn.BatchNorm1d(6).requires_grad_(False)),
         r"norms\.0 \(BatchNorm1d\) mixes",
@@ -462,8 +462,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         r"norms\.0 \(OfItsOwn\)",
         "set_submodule",
     ),
-    "LSTM": (recurrent(nn.LSTM), r"inner\.layer \(LSTM\) has no per-sample", ".fix("),
-    "GRU": (recurrent(nn.GRU), r"inner\.layer \(GRU\) has no per-sample", ".fix("),
+    "LSTM": (recurrent(nn.LSTM), r"inner\.layer \(LSTM\) has no per-sample", "DP"),
+    "GRU": (recurrent(nn.GRU), r"inner\.layer \(GRU\) has no per-sample", "DP"),
     "RNN": (recurrent(nn.RNN), r"inner\.layer \(RNN\) has no per-sample", "DPRNN"),
     "RNN with relu": (recurrent(nn.RNN, nonlinearity="relu"), r"inner\.layer \(RNN\)", "DPRNN"),
     "eval": (
