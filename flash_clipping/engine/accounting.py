@@ -116,7 +116,7 @@ class Mechanism(ABC):
         """Plain values, to compare with those of a checkpoint."""
         of_noise = "noise", "noise_grid"
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in of_noise}
-        return {"mechanism": type(self).__name__, "noise": "IndependentNoise", **numbers}
+        return {"mechanism": type(self).__name__, "noise": "IndependentNoise()", **numbers}
 
 
 class CountsSteps:

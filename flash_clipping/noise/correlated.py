@@ -17,12 +17,7 @@ from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.noise.mechanisms import (
-    BandedInverseNoise,
-    BandedNoise,
-    BufferedNoise,
-    NoiseMechanism,
-)
+from flash_clipping.noise.mechanisms import BufferedNoise, NoiseMechanism
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import ALL_ROUNDS, Draw, Purpose, SecretStream
 
@@ -47,11 +42,9 @@ class CorrelatedNoise:
 
     def begin_run(self) -> None:
         """Steps from now on take nothing back of the noise of those before."""
-        #: Of banded noise the last rows of ``inv(C) Z``, the latest first; of buffered noise the
-        #: buffers.
+        #: What the mechanism keeps: the last rows of ``inv(C) Z``, the latest first, or buffers.
         self._rows: list[list[Tensor]] = []
-        #: Where ``z`` came from, the latest first: of banded noise that is drawn again, in every
-        #: step; of noise with a banded inverse, in those that the next one takes back.
+        #: Where the noise came from that the next step takes back, the latest first.
         self._draws: list[Draw] = []
         self._shapes: Any = None
         #: Noise multiplier and standard deviation of the steps before.
@@ -110,32 +103,18 @@ class CorrelatedNoise:
         mechanism = self.mechanism
         draws = [stream.draw(Purpose.NOISE, rounds), *self._draws]
         numbers = [*enumerate([0] * len(sums) if shards is None else shards)]
-        if isinstance(mechanism, BandedNoise) and mechanism.memory == "drawn_again":
-            row = []
-            for number, summed in zip(numbers, sums, strict=True):
-                rows: list[list[Tensor]] = []
-                for draw in draws[::-1]:  # the same arithmetic as that of rows which are kept
-                    z = _normals(draw, [summed], [number])
-                    rows = [_less(z, mechanism.coefficients[1:], rows), *rows]
-                    del rows[mechanism.count - 1 :]
-                row.append(rows[0][0])
-            self._draws = draws  # a step that failed has taken nothing
-            return row
         row = _normals(draws[0], sums, numbers)
-        if isinstance(mechanism, BandedInverseNoise):
-            before = (_normals(draw, sums, numbers) for draw in self._draws)
-            _less(row, mechanism.taken_back, before)
-            self._draws = draws[: mechanism.count - 1]
-        elif isinstance(mechanism, BandedNoise):
-            _less(row, mechanism.coefficients[1:], self._rows)
-            self._rows = [row, *self._rows][: mechanism.count - 1]
-        elif isinstance(mechanism, BufferedNoise) and not self._rows:
-            self._rows = [[x.clone() for x in row] for _ in mechanism.weights]
-        elif isinstance(mechanism, BufferedNoise):
-            _less(row, mechanism.weights, self._rows)
-            for decay, buffer in zip(mechanism.decays, self._rows, strict=True):
-                for w, s in zip(row, buffer, strict=True):
-                    s.mul_(decay).add_(w)
+        _less(row, mechanism.taken_back, (_normals(draw, sums, numbers) for draw in self._draws))
+        self._draws = draws[: len(mechanism.taken_back)]
+        if not isinstance(mechanism, BufferedNoise):
+            _less(row, mechanism.kept, self._rows)
+            self._rows = [row, *self._rows][: len(mechanism.kept)]
+            return row
+        self._rows = self._rows or [[*map(torch.zeros_like, row)] for _ in mechanism.kept]
+        _less(row, mechanism.kept, self._rows)
+        for decay, buffer in zip(mechanism.decays, self._rows, strict=True):
+            for w, s in zip(row, buffer, strict=True):
+                s.mul_(decay).add_(w)
         return row
 
     def __getstate__(self) -> Any:
@@ -146,14 +125,11 @@ class CorrelatedNoise:
         )
 
 
-def _less(
-    z: list[Tensor], shares: Iterable[float], before: Iterable[Sequence[Tensor]]
-) -> list[Tensor]:
-    """``z``, which gets a row: less these shares of what was added, or drawn, before."""
+def _less(z: list[Tensor], shares: Iterable[float], before: Iterable[Sequence[Tensor]]) -> None:
+    """Take these shares of what was added, or drawn, before from ``z``; at first there is none."""
     for share, row in zip(shares, before, strict=False):
         for w, of_row in zip(z, row, strict=True):
             w.sub_(of_row, alpha=float(share))
-    return z
 
 
 def _normals(

@@ -14,36 +14,41 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from flash_clipping.errors import InvalidValue, check_one_of, checked_number
+from flash_clipping.errors import InvalidValue, checked_number
 
 
 @dataclass(frozen=True)
 class NoiseMechanism(ABC):
     """How the noise of steps is made of independent noise: a Toeplitz matrix ``C``.
 
-    Entries of its first column are 1 at first, never negative, and never grow.
+    Entries of its first column are 1 at first, never negative, and never grow. The noise of a step
+    is independent noise, less shares of what the steps before drew, or of what they left.
+
+    Attributes:
+        taken_back: ``[b - 1]``, float64: shares of the noise that the steps before drew, the latest
+            first. It is drawn again.
+        kept: float64: shares of what is kept: the last rows, the latest first, or buffers.
     """
+
+    @property
+    def taken_back(self) -> np.ndarray:
+        return np.zeros(0)
+
+    @property
+    def kept(self) -> np.ndarray:
+        return np.zeros(0)
 
     @property
     @abstractmethod
     def series(self) -> tuple[np.ndarray, np.ndarray]:
         """Two polynomials, the constant first, float64: their quotient has the first column of
         ``C`` as its power series."""
-
-    @property
-    def settings(self) -> dict[str, float | str]:
-        """For a checkpoint: a name and numbers."""
-        found: dict[str, float | str] = {"noise": type(self).__name__}
-        for f in fields(self):
-            if f.compare and (x := getattr(self, f.name)) is not None:
-                found[f.name] = " ".join(map(repr, x)) if isinstance(x, tuple) else int(x)
-        return found
 
     def column(self, steps: int) -> np.ndarray:
         """``[T]``, float64: the first column of ``C`` for so many steps."""
@@ -98,10 +103,8 @@ class BandedNoise(NoiseMechanism):
     The noise of a step is ``w_t = z_t - c_1 w_{t-1} - ... - c_{b-1} w_{t-b+1}``.
 
     Args:
-        count: b, at least 2.
-        memory: ``"stored"``: the last rows ``w`` are kept, ``b - 1`` times the memory of the
-            parameters in fp32. ``"drawn_again"``: none is; step ``t`` draws the noise of all steps
-            before it again, one parameter at a time. Both add the same noise, bitwise.
+        count: b, at least 2. The last ``b - 1`` rows ``w`` are kept, each of the memory of the
+            parameters in fp32.
         weights: what is on the diagonals, 1 first, never negative and never growing; see
             :meth:`optimised`.
 
@@ -114,16 +117,13 @@ class BandedNoise(NoiseMechanism):
     """
 
     count: int
-    memory: Literal["stored", "drawn_again"] = field(default="stored", compare=False)
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        checked_number("count", self.count, "[2, inf)", 4, whole=True)
-        check_one_of("memory", self.memory, ("stored", "drawn_again"))
+        _check_band(self, "weights")
         if self.weights is None:
             return
-        object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
-        c = np.asarray(self.weights)
+        c = self.coefficients
         if not (len(c) == self.count and c[0] == 1 and (c >= 0).all() and (np.diff(c) <= 0).all()):
             raise InvalidValue(
                 f"FC318 BandedNoise: found weights {self.weights}; expected {self.count} of them, "
@@ -131,9 +131,7 @@ class BandedNoise(NoiseMechanism):
             )
 
     @classmethod
-    def optimised(
-        cls, count: int, steps: int, *, memory: Literal["stored", "drawn_again"] = "stored"
-    ) -> BandedNoise:
+    def optimised(cls, count: int, steps: int) -> BandedNoise:
         """Weights that make the error of prefix sums least, for a run of so many steps.
 
         The error is :meth:`error`, for samples whose steps are at least ``count`` apart. Found by
@@ -143,13 +141,13 @@ class BandedNoise(NoiseMechanism):
         Raises:
             ValueError: fewer than two diagonals; fewer steps than diagonals.
         """
-        closed = cls(count, memory)
+        closed = cls(count)
         checked_number("steps", steps, f"[{count}, inf)", 10 * count, whole=True)
         start = closed.coefficients
 
         def of_ratios(ratios: np.ndarray) -> BandedNoise:
             weights = np.cumprod(np.concatenate([[1.0], ratios]))
-            return cls(count, memory, tuple(weights.tolist()))
+            return cls(count, tuple(weights.tolist()))
 
         return _optimised(closed, of_ratios, start[1:] / start[:-1], (1e-6, 1.0), steps, None)
 
@@ -157,6 +155,10 @@ class BandedNoise(NoiseMechanism):
     def coefficients(self) -> np.ndarray:
         """``[b]``, float64: what is on the diagonals, 1 first."""
         return _square_root(self.count) if self.weights is None else np.array(self.weights)
+
+    @property
+    def kept(self) -> np.ndarray:
+        return self.coefficients[1:]
 
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
@@ -192,11 +194,10 @@ class BandedInverseNoise(NoiseMechanism):
     shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        checked_number("count", self.count, "[2, inf)", 4, whole=True)
+        _check_band(self, "shares")
         if self.shares is None:
             return
-        object.__setattr__(self, "shares", tuple(float(a) for a in self.shares))
-        a = np.asarray(self.shares)
+        a = self.taken_back
         fits = len(a) == self.count - 1 and np.isfinite(a).all() and (a >= 0).all()
         if not (fits and a.any() and (np.diff(self.column(self.count)) <= 0).all()):
             raise InvalidValue(
@@ -236,7 +237,6 @@ class BandedInverseNoise(NoiseMechanism):
 
     @property
     def taken_back(self) -> np.ndarray:
-        """``[b - 1]``, float64: shares of the noise of the steps before, the latest first."""
         if self.shares is not None:
             return np.array(self.shares)
         j = np.arange(1, self.count)
@@ -276,7 +276,7 @@ class BufferedNoise(NoiseMechanism):
 
     def __post_init__(self) -> None:
         for name in ("weights", "decays"):
-            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+            object.__setattr__(self, name, _floats(getattr(self, name)))
         w, decay = np.array(self.weights), np.array(self.decays)
         fits = len(w) == len(decay) > 0 and (w > 0).all() and w.sum() <= 1
         if not (fits and (decay >= 0).all() and (decay < 1).all()):
@@ -314,6 +314,10 @@ class BufferedNoise(NoiseMechanism):
         bounds = (-30.0, -1e-9)
         return _optimised(of_numbers(start), of_numbers, start, bounds, steps, separation)
 
+    @property
+    def kept(self) -> np.ndarray:
+        return np.array(self.weights)
+
     def column(self, steps: int) -> np.ndarray:
         # Term by term: products of many factors near 1 - x lose digits.
         found: np.ndarray = np.eye(1, max(steps, 0))[0]
@@ -329,6 +333,18 @@ class BufferedNoise(NoiseMechanism):
         for number, weight in enumerate(self.weights):
             numerator[1:] += weight * np.poly(np.delete(self.decays, number))
         return numerator, denominator
+
+
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
+def _check_band(noise: Any, name: str) -> None:
+    """Check the number of diagonals; plain numbers in its place and in that of the attribute."""
+    checked_number("count", noise.count, "[2, inf)", 4, whole=True)
+    object.__setattr__(noise, "count", int(noise.count))
+    if (given := getattr(noise, name)) is not None:
+        object.__setattr__(noise, name, _floats(given))
 
 
 def _square_root(count: int) -> np.ndarray:

@@ -328,7 +328,7 @@ class FixedOrder(InOrder):
         return Release(noise_multiplier / self.noise.sensitivity(steps, self.cycle))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.noise.settings
+        return super().state_dict() | {"noise": repr(self.noise)}
 
 
 @dataclass(frozen=True)

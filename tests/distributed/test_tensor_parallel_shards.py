@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flash_clipping import PoissonSampling
-from flash_clipping.noise.mechanisms import BandedNoise
+from flash_clipping.noise.mechanisms import BandedInverseNoise
 from tests.distributed import decoders, processes, steps, tensor_steps
 from tests.distributed.processes import Found, Parts
 
@@ -44,7 +44,7 @@ def without_data_dimension() -> None:
     tensor_steps.engine_run(tensor)
 
 
-NOISE = BandedNoise(2, "drawn_again")
+NOISE = BandedInverseNoise(2)
 
 
 BACKWARD = steps.by_loss(decoders.loss_of)

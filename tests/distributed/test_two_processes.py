@@ -45,7 +45,6 @@ CORRELATED = {
     "inverse": BandedInverseNoise(3),
     "buffers": BufferedNoise((0.3, 0.2), (0.5, 0.9)),
     "stored": BandedNoise(3),
-    "drawn again": BandedNoise(3, "drawn_again"),
 }
 
 

@@ -105,7 +105,7 @@ def test_how_many_rounds_noise_has(sums: Any, options: dict[str, Any], rounds: i
     assert optimizer_of(parameter(), **options)._rounds(sums) == rounds
 
 
-@pytest.mark.parametrize("noise", [None, BandedNoise(2), BandedNoise(2, "drawn_again")])
+@pytest.mark.parametrize("noise", [None, BandedNoise(2), BandedInverseNoise(2)])
 @pytest.mark.parametrize("rounds", [12, 20])
 def test_rounds_reach_the_noise(rounds: int, noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of independent and of correlated noise, and of what a step takes back of the one before."""
@@ -122,7 +122,7 @@ def test_rounds_reach_the_noise(rounds: int, noise: Any, monkeypatch: pytest.Mon
     if noise is not None:
         optimizer.correlated = CorrelatedNoise(noise, lambda batch: None)
     released(optimizer), released(optimizer)
-    assert len(found) == (3 if getattr(noise, "memory", "") == "drawn_again" else 2)
+    assert len(found) == (3 if isinstance(noise, BandedInverseNoise) else 2)
     assert {*found} == {rounds}
 
 

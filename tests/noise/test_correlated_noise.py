@@ -31,7 +31,7 @@ from tests.support.errors import raises
 
 pytest.importorskip("dp_accounting")
 ALL = [BandedNoise(2), BandedNoise(4), BandedInverseNoise(2, (0.6,))]
-ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10), BandedInverseNoise(4)]
+ALL += [BandedNoise(3), BandedNoise.optimised(3, 10), BandedInverseNoise(4)]
 ALL += [BufferedNoise((0.3, 0.2), (0.5, 0.95))]
 
 
@@ -100,18 +100,6 @@ def test_banded_noise_keeps_what_it_needs() -> None:
     for _ in range(5):
         source([torch.zeros(10)])
     assert len(source.noise._rows) == 2
-
-
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> None:
-    stored = Rows(BandedNoise(count))
-    again = Rows(BandedNoise(count, "drawn_again"))
-    sums = [torch.zeros(11), torch.zeros(3, 7, dtype=torch.float64), torch.zeros(5).bfloat16()]
-    for _ in range(9):
-        for one, other in zip(stored(sums), again(sums), strict=True):
-            assert one.dtype == other.dtype and torch.equal(one, other)
-    assert len(stored.noise._rows) == count - 1 and not again.noise._rows
-    assert not any(isinstance(value, Tensor) for value in vars(again.noise).values())
 
 
 # -- with an engine --------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_a_share_of_the_last_step_is_the_inverse_of_its_matrix() -> None:
 
 @pytest.mark.parametrize("noise", [BandedNoise, BandedInverseNoise])
 def test_counts_of_numpy_are_numbers(noise: Callable[[int], NoiseMechanism]) -> None:
-    assert noise(np.int64(4)).settings == noise(4).settings  # type: ignore[arg-type]
+    assert repr(noise(np.int64(4))) == repr(noise(4))  # type: ignore[arg-type]
 
 
 def error_by_matrices(noise: NoiseMechanism, steps: int, separation: int | None = None) -> float:
@@ -139,8 +139,7 @@ def test_optimised_weights_are_better_and_nothing_near_them_is(count: int, steps
             if (np.diff(other) <= 0).all():
                 near = BandedNoise(count, weights=tuple(other))
                 assert error_by_matrices(near, steps) > least * (1 - 1e-7)
-    assert found.settings != closed.settings and found != closed
-    assert found.settings == BandedNoise.optimised(count, steps, memory="drawn_again").settings
+    assert found != closed and repr(found) != repr(closed)
 
 
 @pytest.mark.parametrize(("count", "steps", "separation"), [(2, 60, None), (3, 56, 14), (6, 90, 9)])
@@ -165,8 +164,7 @@ def test_optimised_inverses_are_best(count: int, steps: int, separation: int | N
             if (np.diff(column[1:] / column[:-1]) >= 0).all():
                 tried += 1
                 assert error_by_matrices(near, steps, separation) > least * (1 - 1e-6)
-    assert tried
-    assert found.settings != closed.settings
+    assert tried and repr(found) != repr(closed)
 
 
 @pytest.mark.parametrize(("steps", "separation"), [(300, None), (300, 60), (56, 14)])
@@ -214,7 +212,7 @@ REFUSED: list[tuple[str, str, Callable[..., object], tuple[object, ...]]] = [
         )
     ),
     *(
-        ("FC318", UNKNOWN, partial(BandedNoise, 2), ("stored", weights))
+        ("FC318", UNKNOWN, partial(BandedNoise, 2), (weights,))
         for weights in ((1.0,), (0.9, 0.5), (1.0, -0.1), (1.0, 1.1), (1.0, NAN))
     ),
     *(
@@ -223,7 +221,6 @@ REFUSED: list[tuple[str, str, Callable[..., object], tuple[object, ...]]] = [
     ),
     ("FC302", r"buffers: .*\[1, inf\)", BufferedNoise.optimised, (0, 3)),
     ("FC302", "separation", BandedInverseNoise(2).sensitivity, (4, 0)),
-    ("FC301", "drawn_again", BandedNoise, (2, "kept")),
 ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def test_every_accountant_says_the_same_of_poisson_batches(accountant: str) -> N
     assert part["accountant"] == accountant and part["samples"] == SIZE and part["steps"] == 10
     assert part["history"] == [{"noise_multiplier": 1.5, "sample_rate": 0.2, "steps": 10}]
     assert part["process"]["mechanism"] == "PoissonSampling"
-    assert part["process"]["noise"] == "IndependentNoise"
+    assert part["process"]["noise"] == "IndependentNoise()"
     assert any("draws every sample independently" in text for text in report["assumptions"])
     assert report["versions"]["opacus"] and report["versions"]["python"]
 
