@@ -26,11 +26,12 @@ from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import Readers, stored_where_cheaper
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.hugging_face.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
+from flash_clipping.hugging_face.losses import is_of
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.exchange import Samples
 from flash_clipping.layers.mixture_of_experts import MixtureOfExpertsRule
 from flash_clipping.rules import find_rule
-from flash_clipping.rules.registry import Rule, UnsupportedLayer
+from flash_clipping.rules.registry import Rule
 
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
 
@@ -53,8 +54,8 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
     Raises:
         ValueError: there are no experts, or not as many in each process; or the mesh has another
-            number of dimensions; or parameters are not there yet (``meta``), or not finite.
-        NotImplementedError: experts that are not supported, or that compute something else.
+            number of dimensions; or parameters are not there yet (``meta``).
+        NotImplementedError: experts that are not supported.
     """
     if mesh.ndim > 2:
         raise InvalidValue(
@@ -64,13 +65,18 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     found: dict[int, nn.Parameter] = {}
     for path, module in [*model.named_modules()]:
         rule = find_rule(module)
-        if type(rule) in _SERVED:
+        # Nothing compares experts over processes with their own forward, which goes.
+        is_stacked = isinstance(rule, ExpertsRule)
+        if type(rule) in _SERVED and (
+            not is_stacked or is_of(type(module).forward, "transformers")
+        ):
             _distribute(path or "the model", module, rule, mesh, found)
-        elif isinstance(rule, ExpertsRule):
+        elif is_stacked:
             raise NotServed(
-                f"FC631 {path} ({type(module).__name__}): found adapters around experts, which are "
-                "not built for experts in parallel. Distribute the experts of the plain model, or "
-                "use flash_clipping.layers.MixtureOfExperts(..., rank=r)."
+                f"FC631 {path} ({type(module).__name__}): found adapters around experts, or a "
+                "forward of your own, which are not built for experts in parallel. Distribute the "
+                "experts of the plain model, or use "
+                "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
             )
     if not found:
         raise InvalidValue(
@@ -97,8 +103,6 @@ def _distribute(
             f"FC630 {path}: found parameters on the meta device, or DTensors; expected whole ones. "
             "Call distribute_experts before fully_shard, on a model whose weights are loaded."
         )
-    if isinstance(rule, ExpertsRule):
-        _compare(path, layer, rule, experts)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for module in layer.modules():
         for name, param in module._parameters.items():
@@ -109,29 +113,6 @@ def _distribute(
                 found[id(param)] = nn.Parameter(shard, requires_grad=param.requires_grad)
             module._parameters[name] = found[id(param)]
     layer.forward = ForwardByRule(layer, rule)
-
-
-def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
-    """See that a layer computes what its rule does, while all of its matrices are here: a token for
-    every expert."""
-    tensors, arithmetic, *_ = rule.described(layer)
-    matrices, *_ = arithmetic(tensors).first.Ws_Epd
-    tokens = torch.arange(experts * matrices.shape[2], device=matrices.device) * 0.7
-    x_1Ed = tokens.sin().to(matrices.dtype).view(1, experts, -1)
-    routes: tuple[Tensor, ...] = ()
-    if not isinstance(rule, Llama4ExpertsRule):  # whose tokens tell by their places where they go
-        ids_E = torch.arange(experts, device=matrices.device)
-        routes = ids_E.view(1, -1, 1), torch.ones_like(x_1Ed[..., :1])
-    try:
-        with torch.no_grad():
-            rule.forward(layer, x_1Ed, *routes)
-    except UnsupportedLayer as error:
-        raise NotServed(f"{path}: {error}") from error
-    if layer not in rule.checked:
-        raise InvalidValue(
-            f"FC632 {path}: found experts that give what is not finite, for tokens of ordinary "
-            "size. Load their weights before distribute_experts."
-        )
 
 
 class ExpertsBackwardPass(ShardedBackwardPass):

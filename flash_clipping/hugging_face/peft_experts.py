@@ -10,20 +10,16 @@ A module may be wrapped several times, once for each of its parameters.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from flash_clipping.hugging_face.experts import (
     ExpertsRule,
     are_experts,
     arithmetic_of,
-    difference,
     names_of,
 )
 from flash_clipping.layers.routed_rows import Described, LowRank, RoutedRows
@@ -97,53 +93,9 @@ def _low_rank_matrices(A: Tensor, B: Tensor, experts: int) -> tuple[Tensor, Tens
     return A.unflatten(0, (experts, -1)), B.unflatten(1, (-1, experts)).movedim(-1, 0).contiguous()
 
 
-def _waves(rows: int, columns: int, step: float, like: Tensor) -> Tensor:
-    """Values of no pattern, without a draw from the user's generators."""
-    numbers = torch.arange(rows * columns, device=like.device, dtype=torch.float64)
-    return (numbers * step).sin().view(rows, columns).to(like.dtype)
-
-
-def _check_layout(wrapper: Any, adapter: str) -> None:
-    """Compare PEFT's own product with that of the matrices as they are taken here: on other values,
-    as B is 0 at first, and for few features, as the product has as many elements as the experts.
-
-    Raises:
-        UnsupportedLayer: they differ.
-    """
-    A, B = (module.weight for module in _pair(wrapper, adapter))
-    probes = _waves(len(A), 3, 0.7, A), _waves(4, B.shape[1], 1.7, A)
-    stand_in = copy.copy(wrapper)
-    of_stand_in = dict(wrapper._modules)
-    for name, probe in zip(("lora_A", "lora_B"), probes, strict=True):
-        holder: Any = nn.Module()
-        holder.weight = nn.Parameter(probe, requires_grad=False)
-        of_stand_in[name] = nn.ModuleDict({adapter: holder})
-    stand_in.__dict__["_modules"] = of_stand_in
-    experts = wrapper.get_base_layer()
-    with torch.no_grad(), torch.autocast(A.device.type, enabled=False):
-        own = stand_in.get_delta_weight(adapter)
-        A_Erd, B_Epr = _low_rank_matrices(*probes, experts.num_experts)
-        ruled = B_Epr.double() @ A_Erd.double() * wrapper.scaling[adapter]
-        ruled = ruled.mT if experts.is_transposed else ruled
-    shape = f"shape {tuple(own.shape)} in the place of {tuple(ruled.shape)}"
-    # Either of the two may be in low precision.
-    narrow = min(own.dtype, A.dtype, key=lambda dtype: dtype.itemsize)
-    if found := difference(own, ruled, narrow) if own.shape == ruled.shape else shape:
-        raise UnsupportedLayer(
-            f"FC122 PEFT adds something else to {wrapper.parameter_name} than the product of its "
-            f"low ranks as this version of flash_clipping knows it ({found}). Use LoRA on linear "
-            "layers (target_modules)."
-        )
-
-
 @register_family(are_wrapped_experts)
 class PeftExpertsRule(ExpertsRule):
     """Stands for the outermost wrapper and all that is below it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: Adapters whose layout was found right, by their wrapper.
-        self._layouts: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
     def parts(self, layer: Any) -> Mapping[str, nn.Module]:
         wrappers, prefix, experts = _unwrapped(layer)
@@ -162,11 +114,7 @@ class PeftExpertsRule(ExpertsRule):
         base, low_ranks = len(tensors), []
         arranged: dict[str, Callable[[Tensor], Tensor]] = {}
         for path, wrapper in wrappers:
-            known = self._layouts.setdefault(wrapper, set())
             for adapter in _active(wrapper):
-                if adapter not in known:
-                    _check_layout(wrapper, adapter)
-                    known.add(adapter)
                 tensors += [module.weight for module in _pair(wrapper, adapter)]
                 A_name, B_name = (f"{path}{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B"))
                 arranged |= {A_name: _A_as_parameter, B_name: _B_as_parameter}
