@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
-from flash_clipping.capture.draws import CountedRows, DrawnBatch
+from flash_clipping.capture.draws import DrawnBatch
+from flash_clipping.capture.padding import CountedRows
 from flash_clipping.capture.proof.reads import Read, Reads
 from flash_clipping.capture.units import Units
 
@@ -52,7 +53,7 @@ class ForwardCall:
     is_looked_at: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
-    #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.draws`).
+    #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.padding`).
     counted_rows: CountedRows | None = None
     #: The loader's batch that it is called with, if that is known.
     draw: DrawnBatch | None = None

@@ -28,16 +28,10 @@ from flash_clipping._compat import (
     is_fake,
     memory_id,
 )
-from flash_clipping.capture.draws import (
-    EVERY_ROW,
-    CountedRows,
-    DrawnBatch,
-    Draws,
-    Padding,
-    of_one_draw,
-)
+from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.non_finite import NonFiniteWarning
+from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding
 from flash_clipping.capture.proof.kinds import Kinds
 from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Reads

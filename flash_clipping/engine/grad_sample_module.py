@@ -25,9 +25,9 @@ from torch.compiler import is_dynamo_compiling
 
 from flash_clipping.capture.batch_size_checks import check_losses, refuse_no_rows
 from flash_clipping.capture.compiled.regions import compiler_of
-from flash_clipping.capture.draws import EVERY_ROW, NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, refuse_layout, tensors_in
+from flash_clipping.capture.padding import EVERY_ROW, NO_ROW
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.distributed import sharded_model
@@ -403,7 +403,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             norms_PB, doubts = norms_PB[:, :0], Doubts((), doubts.scale)
         is_padded = counted.rows is not None
         if is_padded:
-            norms_PB = counted.norms(norms_PB)
+            norms_PB = counted.replaced(norms_PB, 0.0)
         if session.calls.captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         total_B = total_norm(norms_PB)
@@ -412,14 +412,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         else:
             upper = doubts.bound_total(total_B) if doubts.blocks else total_B
         if is_padded:
-            upper = counted.bounds(upper)
+            upper = counted.replaced(upper, torch.inf)
         step.norms = Norms(params, norms_PB, total_B, upper)
         coef = self._coefficients(upper)
         if self._sharded is not None and (holds := device_checks.gate()) is not None:
             # Here, as other processes add this one's samples to theirs.
             coef = torch.where(holds.to(coef.device, non_blocking=True), coef, 0)
         # A coefficient of 0 is of a sample that is not finite, or of padding.
-        positive = counted.positive(coef) if is_padded else coef
+        positive = counted.replaced(coef, 1.0) if is_padded else coef
         if session.calls.captured is None:
             step.count_backward(total_B, draw)
             session.calls.non_finite.note(positive)

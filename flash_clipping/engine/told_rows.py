@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.batch_size_checks import check_against_loader
-from flash_clipping.capture.draws import NO_ROW, DrawnBatch
+from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
+from flash_clipping.capture.padding import NO_ROW
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.model_watch import ModelWatch

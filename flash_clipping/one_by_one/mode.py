@@ -39,10 +39,10 @@ from flash_clipping._compat import (
     will_run,
 )
 from flash_clipping.capture.batch_size_checks import refuse_no_rows
-from flash_clipping.capture.draws import NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
 from flash_clipping.capture.no_trace import held_by, random_state, refill, state_of, untouched
+from flash_clipping.capture.padding import NO_ROW
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping

@@ -242,6 +242,12 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """The next batches, and no count of their tokens."""
         return list(islice(epoch_iterator, num_batches)), None
 
+    def _prepare_input(self, data: Any) -> Any:
+        """As in ``Trainer``; a pinned tensor's copy does not wait for the step before to end."""
+        if isinstance(data, Tensor) and data.is_pinned() and not self.is_deepspeed_enabled:
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:

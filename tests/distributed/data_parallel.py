@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_clipping.capture.draws import NO_ROW
+from flash_clipping.capture.padding import NO_ROW
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.distributed.processes import BACKEND, C, Parts, all_of, as_torchrun, message
 from tests.support.trainers import Texts, arguments, bert, privacy

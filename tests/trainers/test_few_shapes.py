@@ -60,6 +60,32 @@ def rounded(parts: list[Any], hooks: Any, *, most: int = 100, enabled: bool = Tr
     return found
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_batches_are_copied_without_waiting(tmp_path: Path, pinned: bool) -> None:
+    private, copied = trainer(tmp_path, bert()), torch.ones(1)
+    copies = mock.Mock(return_value=copied)
+    with (
+        mock.patch.object(Tensor, "is_pinned", lambda x: pinned),
+        mock.patch.object(Tensor, "to", copies),
+    ):
+        inputs = private._prepare_inputs({"x": torch.zeros(1)})
+    assert inputs["x"] is copied
+    (call,) = copies.call_args_list
+    assert call.kwargs.get("non_blocking", False) is pinned
+
+
+@pytest.mark.gpu
+def test_a_batch_of_the_loader_is_copied_to_a_gpu_without_waiting(tmp_path: Path) -> None:
+    private = trainer(tmp_path, bert(), use_cpu=False)
+    for batch in private.get_train_dataloader():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            inputs = [private._prepare_inputs(part) for part in batch.parts]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(x.is_cuda for part in inputs for x in part.values())
+
+
 @pytest.mark.parametrize("is_made", [True, False])
 def test_a_new_shape_has_to_pay(is_made: bool) -> None:
     """A batch is filled up to a shape that was met, until that has cost what a capture costs; not
