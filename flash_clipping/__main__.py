@@ -221,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--accountant", default="prv", choices=("prv", "rdp", "gdp", "pld"))
     add("--max-physical-batch-size", type=int, help="what fits on the device")
     add("--parameters", type=int, help="trainable ones, for noise over signal")
+    add("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
 
     words = "a lower bound on epsilon, from scores of canaries"
     add = command(_audit, _REFUSALS, words, _AUDIT_DESCRIPTION)
@@ -277,7 +278,7 @@ def _plan(args: argparse.Namespace) -> _Found:
     from flash_clipping import planning
 
     _tell(f"computing the noise and epsilon of this plan ({args.accountant})")
-    shown = ("max_physical_batch_size", "parameters")
+    shown = ("max_physical_batch_size", "parameters", "plot")
     found = planning.plan(**_options(args, *shown))
     yield 0, found.to_dict()
     yield from _aligned(found.rows(args.max_physical_batch_size, args.parameters))
@@ -295,6 +296,29 @@ def _plan(args: argparse.Namespace) -> _Found:
             f"δ = {found.delta:.3g} is not below 1 / {found.samples:,}: to publish one sample as "
             f"it is, chosen at random, has such a δ. Take --delta {0.1 / found.samples:.1g}."
         )
+    if args.plot:
+        _draw(args.plot, batches, epochs, grid, args.epsilon)
+        yield f"\n{args.plot}"
+
+
+def _draw(
+    file: str, batches: list[int], epochs: list[float], grid: Any, target: float | None
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for batch, row in zip(batches, grid, strict=True):
+        axes.plot(epochs, [each.epsilon for each in row], marker="o", label=f"batch {batch:,}")
+    if target is not None:
+        axes.axhline(target, color="gray", linestyle="--", label=f"--epsilon {target:g}")
+    of_all = grid[0][0]
+    axes.set(xlabel="epochs", ylabel=f"ε at δ = {of_all.delta:.3g}", xscale="log", ylim=(0, None))
+    axes.set_title(f"σ = {of_all.noise_multiplier:.3g}")
+    axes.set_xticks(epochs, [f"{count:.3g}" for count in epochs])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(file)
 
 
 def _audit(args: argparse.Namespace) -> _Found:

@@ -103,3 +103,27 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert " at δ = 0.01;" in said.out
     assert main([*asked, "--steps", "3"]) == 2
     assert "and --steps 3; expected one of them" in capsys.readouterr().err
+
+
+def test_a_plot_has_a_line_at_the_target_and_plain_ticks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, *to: (drawn.append(self), save(self, *to))
+    )
+    asked = ["plan", "--samples", "3000", "--batch-size", "50", "--epochs", "10"]
+    asked += ["--accountant", "gdp", "--plot", str(tmp_path / "plan.png")]
+    for noise in (["--epsilon", "3"], ["--noise-multiplier", "2"]):
+        assert main([*asked, *noise]) == 0
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    targets = [
+        [line.get_ydata()[0] for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+        for figure in drawn
+    ]
+    assert targets == [[3.0], []]
+    axes = drawn[0].axes[0]
+    shown = [tick.get_text() for tick in axes.get_xticklabels(which="both")]
+    assert shown == ["5", "10", "20", "40"] and axes.get_ylabel() == "ε at δ = 3.33e-05"

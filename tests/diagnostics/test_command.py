@@ -251,6 +251,7 @@ PLAN = "plan --samples 100 --batch-size 10 --accountant rdp"
         "check own_factories:good --folded nothing",
         f"check own_factories:good --seed {2**80}",
         *(f"{PLAN} --epochs 1", f"{PLAN} --epsilon 1", f"{PLAN} --epochs -1 --epsilon 1"),
+        f"{PLAN} --epochs 1 --noise-multiplier 1 --plot nowhere/plan.png",
     ],
 )
 def test_what_cannot_be_used_has_status_two(

@@ -118,7 +118,7 @@ def test_tables_have_a_heading_and_as_many_cells_in_every_row(page: Path) -> Non
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tutorials").glob("*.md")), ids=page_id)
 def test_commands_of_tutorials_write_into_no_tracked_folder(page: Path) -> None:
-    written = re.findall(r"--(?:output|json|checkpoint)[ =](\S+)", page.read_text())
+    written = re.findall(r"--(?:plot|output|json|checkpoint)[ =](\S+)", page.read_text())
     assert [path for path in written if path.split("/")[0] in FOLDERS] == []
 
 
