@@ -34,10 +34,11 @@ _Before = tuple[_Buffers, dict[str, int], dict[str, Tensor]]
 
 
 class BufferWatch:
-    """Looks at the buffers of a wrapped model, ``root``, before and after its forward."""
+    """Looks at the buffers of a wrapped model, ``root``, or of a criterion, before and after its
+    forward. ``name`` is code for it."""
 
-    def __init__(self, root: nn.Module, session: ClippingSession):
-        self.root, self.session = root, session
+    def __init__(self, root: nn.Module, session: ClippingSession, name: str = "model"):
+        self.root, self.session, self.name = root, session, name
         #: While a forward runs, by module.
         self._before: dict[nn.Module, _Before] | None = None
         #: Modes of modules in which values were compared, and those in which they are.
@@ -86,14 +87,15 @@ class BufferWatch:
 
     def _refuse(self, module: nn.Module, name: str, what: str, line: str = "") -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
+        root, eval_mode = self.name.partition(".")[0], f"{module_at(path)}.training = False"
         raise NotServed(
-            f"FC130 {path or 'the model'} ({type(module).__name__}): its buffer {name!r} is "
+            f"FC130 {path or f'the {root}'} ({type(module).__name__}): its buffer {name!r} is "
             f"changed by forward, which {what}. Forward may read buffers only: what it keeps of "
             "samples there gets no noise, and is saved with the model. strict=False leaves buffers "
             "alone, and what they keep is not private. Use a layer without such a buffer, put this "
             "module into eval mode, or make the value before, by one plain forward of the longest "
             "input:\n"
-            f"    {line or module_at(path) + '.training = False'}"
+            f"    {line or eval_mode.replace('model', self.name, 1)}"
         )
 
 

@@ -16,6 +16,7 @@ from opacus.utils.fast_gradient_clipping_utils import (
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import untouched
+from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.separable import compares_samples
 from flash_clipping.engine.token_losses import logits_of
@@ -173,6 +174,11 @@ class FlashLoss(DPLossFastGradientClipping):
                 "scalar be the criterion:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
+        session, has_buffers = getattr(module, "_session", None), isinstance(criterion, nn.Module)
+        has_buffers = has_buffers and next(criterion.buffers(), None) is not None
+        self._buffers: BufferWatch | None = None
+        if session is not None and module.strict and has_buffers:
+            self._buffers = BufferWatch(criterion, session, "criterion.criterion")
         #: Whether it was checked whether it compares samples; losses of PyTorch do not.
         self._is_separable = _is_of_pytorch(criterion)
         # Opacus' own writes into the criterion that it is given.
@@ -188,8 +194,9 @@ class FlashLoss(DPLossFastGradientClipping):
                 flattened: a sample's loss is over its own targets then.
 
         Raises:
-            FlashClippingError: there are not as many losses as samples; the criterion changes a
-                buffer of its own, or compares samples.
+            FlashClippingError: there are not as many losses as samples; the criterion compares
+                samples.
+            NotImplementedError: the criterion changes a buffer of its own.
             ValueError: the criterion's own reduction is another than that of its losses; or there
                 are more losses than outputs, of targets that were broadcast over samples.
         """
@@ -207,9 +214,7 @@ class FlashLoss(DPLossFastGradientClipping):
                 own = self.criterion(*args, **kwargs)
         if shape is None and not (self._is_separable or captures):
             self._refuse_comparison(args, kwargs)
-        before = self._buffers()
-        losses = self._losses(*args, **kwargs)
-        self._refuse_changed(before)
+        losses = self._losses_of_call(args, kwargs)
         self._refuse_broadcast((*args, *kwargs.values()), losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
@@ -222,26 +227,16 @@ class FlashLoss(DPLossFastGradientClipping):
             self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
 
-    def _buffers(self) -> list[tuple[str, Tensor, int]]:
-        """The criterion's, and how often each was changed."""
-        if not isinstance(self.criterion, nn.Module):
-            return []
-        return [(name, x, x._version) for name, x in self.criterion.named_buffers()]
-
-    def _refuse_changed(self, before: list[tuple[str, Tensor, int]]) -> None:
-        """``FlashClippingError`` if a call has changed the criterion's buffers."""
-        if not getattr(self.module, "strict", True) or not torch.is_grad_enabled():
-            return
-        for (name, x, version), (_, was, version_before) in zip(
-            self._buffers(), before, strict=True
-        ):
-            if x is not was or version != version_before:
-                raise FlashClippingError(
-                    f"FC450 criterion ({self._name}): its buffer {name!r} was changed by a call. "
-                    "What it keeps of samples gets no noise. Use a criterion that only reads its "
-                    "buffers:\n"
-                    "    criterion.criterion.eval()"
-                )
+    def _losses_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The losses, and an error if the criterion has changed a buffer of its own."""
+        watch = self._buffers if torch.is_grad_enabled() else None
+        if watch is None:
+            return self._losses(*args, **kwargs)
+        modules = [*self.criterion.modules()]
+        watch.before_forward(modules)
+        losses = self._losses(*args, **kwargs)
+        watch.after_forward(modules)
+        return losses
 
     def _refuse_comparison(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``FlashClippingError`` for one that compares samples, by a batch that can be halved."""
