@@ -20,9 +20,25 @@ _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassific
 #: Arguments, besides labels, with which models of transformers compute losses that samples share.
 _SHARED_BY = {"return_loss", "output_router_logits"}
 
-_INSTEAD = """Take the loss of each sample's own labels instead of the model's:
+_INSTEAD = """ Take the loss of each sample's own labels instead of the model's:
     output = model(**batch)
     loss = flash_clipping.per_sample_loss(output, batch["labels"]{shift}).{reduction}()"""
+
+#: Why samples share a model's own loss, with what to do.
+_WHY = {
+    "return_loss": "(return_loss=True) compares the samples of a batch with each other. Use a loss "
+    "in which a sample stands alone, or make each group of samples that are compared one privacy "
+    "unit of fixed size (docs/units.md).",
+    "aux_loss": "holds an aux_loss, which balances the experts' loads over all samples of the "
+    "batch. Call the model with output_router_logits=False, and balance each sample by itself "
+    "(docs/mixture-of-experts.md).",
+    "positions": "of {labels} is a mean over rows, whose parts are units. Compute losses of "
+    "positions from the logits, as docs/units.md does.",
+    "objects": "of {labels} may divide by what is counted in all samples of the batch, boxes or "
+    f"masks. Compute the loss of every sample from the model's other outputs.{ONE_BY_ONE}",
+    "tokens": "of {labels} is a mean over the labels of the whole batch, so that each sample's "
+    f"gradient depends on how many labels the others have.{_INSTEAD}",
+}
 
 
 class SampleMeans:
@@ -38,55 +54,31 @@ class SampleMeans:
         self.shift = _SHIFTS[self.original.__name__]
         #: How often a recorded loss was computed.
         self.calls = 0
-        #: The number that losses of this model are divided by, where the caller gave one.
-        self.items: int | None = None
 
     def remove(self) -> None:
         self.module.loss_function = self.original
         for name in self._added:
             delattr(self.module, name)
 
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        *args: Any,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        given: dict[str, Any] = {"num_items_in_batch": num_items_in_batch}
-        if self.shift:
-            given["shift_labels"] = shift_labels
-        given |= {"ignore_index": ignore_index, **kwargs}
-        recording = self.session.recording
-        self.calls += recording
-        if recording and num_items_in_batch is not None:
-            self._check_items(num_items_in_batch)
-        if not recording or num_items_in_batch is not None:
-            return self.original(logits, labels, *args, **given)
-        shift = self.shift and shift_labels is None
-        labels = labels if shift_labels is None else shift_labels
-        # In fp32, as the original does.
-        losses_B = per_sample_loss(logits.float(), labels, shift=shift, ignore_index=ignore_index)
-        return losses_B.mean() if self.session.options.loss_reduction == "mean" else losses_B.sum()
-
-    def _check_items(self, items: Any) -> None:
-        """Refuse to divide by what depends on the batch."""
-        reduction = self.session.options.loss_reduction
-        found = f" ({type(items).__name__}) and loss_reduction={reduction!r}"
-        if reduction == "sum" and isinstance(items, int):
-            if self.items in (None, items):
-                self.items = items
-                return
-            found = f"={items} after {self.items}"
-        raise FlashClippingError(
-            f"FC442 {self.path or 'the model'}: found num_items_in_batch{found}. A number of "
-            "tokens that is counted in the batch makes one sample's gradient depend on the others. "
-            "Leave it out, and each sample's loss is the mean over its own labels; or pass an int "
-            'that is the same for every batch, with loss_reduction="sum".'
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.session.recording:
+            return self.original(logits, labels, *args, **kwargs)
+        if (items := kwargs.get("num_items_in_batch")) is not None:
+            raise FlashClippingError(
+                f"FC442 {self.path or 'the model'}: found num_items_in_batch "
+                f"({type(items).__name__}). A number of tokens that is counted in the batch makes "
+                "one sample's gradient depend on the others. Leave it out, and each sample's loss "
+                "is the mean over its own labels."
+            )
+        self.calls += 1
+        shifted = kwargs.get("shift_labels") if self.shift else None
+        losses_B = per_sample_loss(
+            logits.float(),  # as the original does
+            labels if shifted is None else shifted,
+            shift=self.shift and shifted is None,
+            ignore_index=kwargs.get("ignore_index", -100),
         )
+        return losses_B.mean() if self.session.options.loss_reduction == "mean" else losses_B.sum()
 
 
 class ModelLosses:
@@ -129,13 +121,11 @@ class ModelLosses:
         for stand_in in self.stand_ins:
             stand_in.calls = 0
         if self.penalised and self.session.mode.enabled and kwargs.get("labels") is not None:
+            reduction = self.session.options.loss_reduction
             raise FlashClippingError(
                 "FC443 the model: its own loss holds AdaLoRA's penalty on weights "
-                "(orth_reg_weight), whose gradient is no sample's and would not be clipped. Call "
-                "the model without labels. "
-                + _INSTEAD.format(
-                    shift=", shift=True", reduction=self.session.options.loss_reduction
-                )
+                "(orth_reg_weight), whose gradient is no sample's."
+                + _INSTEAD.format(shift=", shift=True", reduction=reduction)
             )
 
     def after_forward(
@@ -158,64 +148,45 @@ class ModelLosses:
         if loss is None or not loss.requires_grad:
             return
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if reason := self._shared(path, module, given, output):
-            refusal = f"FC440 {path or 'the model'}: {reason}"
+        why, labels = self._shared(path, module, given, output)
+        if why:
+            reduction = session.options.loss_reduction
+            reason = _WHY[why].format(labels=labels, shift="", reduction=reduction)
 
             def refuse(grad: Tensor | None) -> None:
                 # Where the model is one function of autograd's (mode="two_pass"), hooks of all
                 # outputs are called: those that no gradient reaches get None.
                 if session.mode.enabled and grad is not None:
-                    raise FlashClippingError(refusal)
+                    raise FlashClippingError(f"FC440 {path or 'the model'}: its own loss {reason}")
 
             loss.register_hook(refuse)
 
-    def _shared(self, path: str, module: nn.Module, given: Mapping[str, Any], output: Any) -> str:
-        """Why samples share the loss; empty if they do not, as far as is known."""
+    def _shared(
+        self, path: str, module: nn.Module, given: Mapping[str, Any], output: Any
+    ) -> tuple[str, str]:
+        """Why samples share the loss, and by which labels; empty if they do not, as far as is
+        known."""
         if given.get("return_loss"):
-            return (
-                "its own loss (return_loss=True) compares the samples of a batch with each other, "
-                "so that each one's gradient depends on all others and no clipping bounds what one "
-                "changes. Use a loss in which a sample stands alone, or make each group of samples "
-                "that are compared one privacy unit of fixed size (docs/units.md)."
-            )
+            return "return_loss", ""
         weight = getattr(module, "router_aux_loss_coef", 1.0)
         if isinstance(part_of(output, "aux_loss"), Tensor) and weight:
-            return (
-                "its own loss holds an aux_loss, which balances the experts' loads over all "
-                "samples of the batch. Call the model with output_router_logits=False, and balance "
-                "each sample by itself (docs/mixture-of-experts.md)."
-            )
+            return "aux_loss", ""
         by_position = self.session.rows.positions is not None
         inside = f"{path}." if path else ""
-        means = any(
-            stand_in.calls and f"{stand_in.path}.".startswith(inside) for stand_in in self.stand_ins
-        )
-        if means and not by_position:
-            return ""
+        means = (s.calls and f"{s.path}.".startswith(inside) for s in self.stand_ins)
+        if not by_position and any(means):
+            return "", ""
         for name, labels in given.items():
             if not name.endswith("labels") or labels is None:
                 continue
             if not isinstance(labels, Tensor):
-                found = type(labels).__name__
-                return (
-                    f"its own loss of {name} ({found}) may divide by what is counted in all "
-                    "samples of the batch, boxes or masks. Compute the loss of every sample by "
-                    f"itself from the model's other outputs.{ONE_BY_ONE}"
-                )
+                return "objects", f"{name} ({type(labels).__name__})"
             if by_position:
-                return (
-                    f"its own loss of {name} is a mean over rows, whose parts are units. Compute "
-                    "losses of positions from the logits, as docs/units.md does."
-                )
+                return "positions", name
             is_of_tokens = labels.dim() > 1 and labels.shape[1] > 1
             if is_of_tokens and len(labels) and not labels.is_floating_point():
-                return (
-                    f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of "
-                    "the whole batch, so that each sample's gradient depends on how many labels "
-                    "the others have, and no clipping bounds what one sample changes. "
-                    + _INSTEAD.format(shift="", reduction=self.session.options.loss_reduction)
-                )
-        return ""
+                return "tokens", f"{name} {tuple(labels.shape)}"
+        return "", ""
 
 
 def has_penalty(model: Any) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.distributed import has_shards
@@ -30,6 +29,7 @@ from flash_clipping.trainers.private_run import (
     PrivateRun,
     ReportsPrivacy,
 )
+from flash_clipping.trainers.refused import refuse_lightning
 
 __all__ = ["PrivacyArguments", "PrivateTraining"]
 
@@ -93,7 +93,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make loader, module and optimizer private."""
         model = pl_module if self.module is None else getattr(pl_module, self.module)
-        _refuse(trainer, model)
+        refuse_lightning(trainer, model)
         if self._loader is not None:
             raise InvalidValue(
                 "FC821 PrivateTraining: found a second fit(). Give the number of epochs at once, "
@@ -184,50 +184,3 @@ class PrivateTraining(ReportsPrivacy, Callback):
         """Take the hooks off; the module is as it was."""
         pl_module.__dict__.pop("training_step", None)
         self.run.detach()
-
-
-def _refuse(trainer: Any, model: nn.Module) -> None:
-    """Refuse settings with which a step would not be private, each by its name."""
-    several = trainer.world_size > 1
-    refused = [
-        (
-            several and not has_shards(model),
-            f"{trainer.world_size} processes, and {type(model).__name__} whole in each of them",
-            "Call fully_shard in configure_model, on its blocks and on the module itself that is "
-            "private, or parallelize_module, with Trainer(strategy=ModelParallelStrategy("
-            "data_parallel_size=..., tensor_parallel_size=...)); or train on one device: "
-            "Trainer(devices=1)",
-        ),
-        (
-            several and trainer._accelerator_connector.use_distributed_sampler,
-            "use_distributed_sampler=True",
-            "Every process draws its own samples. Use Trainer(use_distributed_sampler=False)",
-        ),
-        (
-            getattr(trainer.precision_plugin, "scaler", None) is not None,
-            f"precision={trainer.precision!r}",
-            "It scales the loss: samples would be clipped by their scaled gradients. Use "
-            "precision='bf16-mixed'",
-        ),
-        (
-            bool(trainer.gradient_clip_val),
-            f"gradient_clip_val={trainer.gradient_clip_val}",
-            "Samples are clipped already, by PrivacyArguments.max_grad_norm. Leave it out",
-        ),
-        (
-            trainer.accumulate_grad_batches != 1,
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            "A Poisson batch is one step. Give the loader the batch size of a step, and "
-            "PrivacyArguments(max_physical_batch_size=...) what fits in memory",
-        ),
-        (bool(trainer.overfit_batches), "overfit_batches", "Leave it out"),
-        (
-            len(trainer.optimizers) != 1,
-            f"{len(trainer.optimizers)} optimizers",
-            "One optimizer takes the clipped sums. Use one, with a parameter group for whatever "
-            "needs settings of its own",
-        ),
-    ]
-    for found, name, advice in refused:
-        if found:
-            raise InvalidValue(f"FC820 PrivateTraining: found {name}. {advice}.")

@@ -5,7 +5,7 @@ Shape suffixes: ``B`` texts or pairs, ``R`` rows, ``T`` positions, ``K`` tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,37 +36,72 @@ _DPO_LOSSES: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-def _tagged(
-    collate: Any, name: str, whose: Callable[[list[Any], Any], Tensor], items: list[Any]
-) -> Any:
+def _pairs(items: list[Any], batch: Any) -> Tensor:
+    """``[R]``: which pair each row is of. Chosen texts come first, then all rejected ones."""
+    return torch.arange(len(items)).repeat(2)
+
+
+def _documents(items: list[Any], batch: Any) -> Tensor:
+    """``[1, T]``: which text each position is of, -1 for padding at the end."""
+    lengths = torch.tensor([len(item["input_ids"]) for item in items])
+    found = torch.full_like(batch["input_ids"], -1)
+    found[0, : int(lengths.sum())] = torch.arange(len(items)).repeat_interleave(lengths)
+    return found
+
+
+def _tagged(collate: Any, name: str, whose: Any, items: list[Any]) -> Any:
     """A batch that says whose each row, or position, is."""
     batch = collate(items)
     batch[name] = whose(items, batch)
     return batch
 
 
-def _by(privacy: PrivacyArguments, name: str) -> PrivacyArguments:
-    """The privacy of samples that this part of a batch tells."""
-    if privacy.unit is not None:
-        raise InvalidValue(
-            f"FC801 PrivacyArguments: found unit={privacy.unit} for "
-            f"one of TRL's trainers, which says itself whose each row is ({name!r}). Leave it out."
-        )
-    return replace(privacy, unit=Documents(name))
+class _OfTRL(PrivateTrainer):
+    """What the private forms of TRL's trainers have in common.
+
+    Attributes:
+        config: the class of their arguments.
+        served: by the name of a setting, its values under which a loss is what is computed here.
+        advice: the end of an error about others.
+    """
+
+    config: Any
+    served: Mapping[str, Collection[Any]] = {}
+    advice = "For another loss override compute_sample_losses."
+
+    def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
+        cls, wanted = type(self), self.config
+        args = _bound(cls, arguments, kwargs).arguments["args"]
+        if not isinstance(args, wanted):
+            raise InvalidValue(
+                f"FC809 {cls.__name__}: found args of type {type(args).__name__}; expected "
+                f"{wanted.__name__}:\n    from trl import {wanted.__name__}"
+            )
+        given = {name: getattr(args, name) for name in self.served}
+        if found := [f"{n}={x!r}" for n, x in given.items() if x not in self.served[n]]:
+            expected = ", ".join(f"{n} of {[*values]}" for n, values in self.served.items())
+            raise InvalidValue(
+                f"FC802 {cls.__name__}: found {', '.join(found)}; expected {expected}. "
+                f"{self.advice}"
+            )
+        name, whose = self._unit_of(args)
+        if name and privacy.unit is not None:
+            raise InvalidValue(
+                f"FC801 PrivacyArguments: found unit={privacy.unit} for one of TRL's trainers, "
+                f"which says itself whose each row is ({name!r}). Leave it out."
+            )
+        privacy = replace(privacy, unit=Documents(name)) if name else privacy
+        super().__init__(*arguments, privacy=privacy, **kwargs)
+        if name:
+            self.data_collator = partial(_tagged, self.data_collator, name, whose)
+
+    def _unit_of(self, args: Any) -> tuple[str, Any]:
+        """The name of the part of a batch that says whose each row is, if any, and what makes
+        it."""
+        return "pair", _pairs
 
 
-def _config(cls: type, wanted: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a trainer, of the class that its settings are in."""
-    args = _bound(cls, arguments, kwargs).arguments["args"]
-    if not isinstance(args, wanted):
-        raise InvalidValue(
-            f"FC809 {cls.__name__}: found args of type {type(args).__name__}; expected "
-            f"{wanted.__name__}:\n    from trl import {wanted.__name__}"
-        )
-    return args
-
-
-class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
+class PrivateSFTTrainer(_OfTRL, SFTTrainer):
     """``trl.SFTTrainer`` with differential privacy for every text of ``train_dataset``.
 
     The loss of a text is the mean over its own tokens. With ``padding_free=True`` the texts of a
@@ -81,44 +116,23 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
             so that one text more changes other rows; another loss than ``"nll"``.
     """
 
-    def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
-        args: SFTConfig = _config(type(self), SFTConfig, arguments, kwargs)
-        if args.packing:
-            raise InvalidValue(
-                "FC802 PrivateSFTTrainer: found packing=True. Which texts share a row depends on "
-                "all texts. Let those that a step draws lie end to end, without padding:\n"
-                "    SFTConfig(packing=False, padding_free=True, max_length=None)"
-            )
-        if args.loss_type != "nll":
-            raise InvalidValue(
-                f"FC802 PrivateSFTTrainer: found loss_type={args.loss_type!r}; expected 'nll'. For "
-                "another loss override compute_sample_losses."
-            )
-        if args.padding_free:
-            privacy = _by(privacy, "document")
-        super().__init__(*arguments, privacy=privacy, **kwargs)
-        if args.padding_free:
-            self.data_collator = partial(_tagged, self.data_collator, "document", _documents)
+    config = SFTConfig
+    served = {"packing": (False,), "loss_type": ("nll",)}
+    advice = (
+        f"{_OfTRL.advice} Which texts share a row of a packed set depends on all texts. Let those "
+        "that a step draws lie end to end, without padding:\n"
+        "    SFTConfig(packing=False, padding_free=True, max_length=None)"
+    )
+
+    def _unit_of(self, args: SFTConfig) -> tuple[str, Any]:
+        return ("document", _documents) if args.padding_free else ("", None)
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every text, ``[B]``: the mean over its own tokens, fp32."""
         return super().compute_sample_losses(model, inputs)
 
 
-def _documents(items: list[Any], batch: Any) -> Tensor:
-    """``[1, T]``: which text each position is of, -1 for padding at the end."""
-    lengths = torch.tensor([len(item["input_ids"]) for item in items])
-    found = torch.full_like(batch["input_ids"], -1)
-    found[0, : int(lengths.sum())] = torch.arange(len(items)).repeat_interleave(lengths)
-    return found
-
-
-def _pairs(items: list[Any], batch: Any) -> Tensor:
-    """``[R]``: which pair each row is of. Chosen texts come first, then all rejected ones."""
-    return torch.arange(len(items)).repeat(2)
-
-
-class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
+class PrivateDPOTrainer(_OfTRL, DPOTrainer):
     """``trl.DPOTrainer`` with differential privacy for every pair of ``train_dataset``.
 
     A pair, its prompt, the chosen and the rejected text, is one sample: it is drawn, clipped and
@@ -133,28 +147,15 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
             that change them.
     """
 
-    def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
-        args: DPOConfig = _config(type(self), DPOConfig, arguments, kwargs)
-        divergence = args.f_divergence_type
-        losses = [args.loss_type] if isinstance(args.loss_type, str) else [*args.loss_type]
-        found = {
-            "loss_type": None if len(losses) == 1 and losses[0] in _DPO_LOSSES else losses,
-            "f_divergence_type": None if divergence == "reverse_kl" else divergence,
-            "ld_alpha": args.ld_alpha,
-            "loss_weights": args.loss_weights,
-            "use_weighting": args.use_weighting or None,
-            "router_aux_loss_coef": args.router_aux_loss_coef or None,
-        }
-        if refused := {name: value for name, value in found.items() if value is not None}:
-            listed = ", ".join(f"{name}={value!r}" for name, value in refused.items())
-            raise InvalidValue(
-                f"FC802 PrivateDPOTrainer: found {listed}; expected loss_type of "
-                f"{sorted(_DPO_LOSSES)}, f_divergence_type='reverse_kl', and nothing else that "
-                "changes the loss. For another loss override compute_sample_losses."
-            )
-        self._loss_of_margin = _DPO_LOSSES[losses[0]]
-        super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
-        self.data_collator = partial(_tagged, self.data_collator, "pair", _pairs)
+    config = DPOConfig
+    served = {
+        "loss_type": [[name] for name in _DPO_LOSSES],
+        "f_divergence_type": ("reverse_kl",),
+        "ld_alpha": (None,),
+        "loss_weights": (None,),
+        "use_weighting": (False,),
+        "router_aux_loss_coef": (0.0, None),
+    }
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every pair, ``[B]``, fp32."""
@@ -166,7 +167,8 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
             with torch.no_grad():
                 known = [*self._of_reference(inputs, mask_RT)]
         margin_B = (chosen - known[0]) - (rejected - known[1])
-        return self._loss_of_margin(margin_B, self.beta)
+        (loss,) = self.args.loss_type  # type: ignore[attr-defined]  # of DPOConfig
+        return _DPO_LOSSES[loss](margin_B, self.beta)
 
     def _of_reference(self, inputs: dict[str, Any], mask_RT: Tensor) -> tuple[Tensor, Tensor]:
         if self.ref_model is not None:
@@ -187,7 +189,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         return chosen, rejected
 
 
-class PrivateRewardTrainer(PrivateTrainer, RewardTrainer):
+class PrivateRewardTrainer(_OfTRL, RewardTrainer):
     """``trl.RewardTrainer`` with differential privacy for every pair of ``train_dataset``.
 
     A pair, its chosen and its rejected text, is one sample, whose loss is as TRL's.
@@ -198,10 +200,7 @@ class PrivateRewardTrainer(PrivateTrainer, RewardTrainer):
         privacy: how private the run is.
     """
 
-    def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
-        _config(type(self), RewardConfig, arguments, kwargs)
-        super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
-        self.data_collator = partial(_tagged, self.data_collator, "pair", _pairs)
+    config = RewardConfig
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every pair, ``[B]``, fp32."""
