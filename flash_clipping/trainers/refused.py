@@ -20,10 +20,10 @@ _SEVERAL = (
 )
 
 
-def _refuse(found: Mapping[str, Any], who: str = "FC802 PrivateTrainer") -> None:
+def _refuse(found: Mapping[str, Any]) -> None:
     for text, is_found in found.items():
         if is_found:
-            raise InvalidValue(f"{who}: found {text}.")
+            raise InvalidValue(f"FC802 PrivateTrainer: found {text}.")
 
 
 def layers_cut_by_transformers(model: Any) -> int:
@@ -158,4 +158,6 @@ def refuse_lightning(trainer: Any, model: nn.Module) -> None:
             len(trainer.optimizers) != 1
         ),
     }
-    _refuse(found, "FC820 PrivateTraining")
+    for text, is_found in found.items():
+        if is_found:
+            raise InvalidValue(f"FC820 PrivateTraining: found {text}.")

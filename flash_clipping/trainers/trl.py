@@ -61,12 +61,12 @@ class _OfTRL(PrivateTrainer):
 
     Attributes:
         config: the class of their arguments.
-        served: by the name of a setting, its values under which a loss is what is computed here.
+        supported: by the name of a setting, its values under which a loss is what is computed here.
         advice: the end of an error about others.
     """
 
     config: Any
-    served: Mapping[str, Collection[Any]] = {}
+    supported: Mapping[str, Collection[Any]] = {}
     advice = "For another loss override compute_sample_losses."
 
     def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
@@ -77,9 +77,9 @@ class _OfTRL(PrivateTrainer):
                 f"FC809 {cls.__name__}: found args of type {type(args).__name__}; expected "
                 f"{wanted.__name__}:\n    from trl import {wanted.__name__}"
             )
-        given = {name: getattr(args, name) for name in self.served}
-        if found := [f"{n}={x!r}" for n, x in given.items() if x not in self.served[n]]:
-            expected = ", ".join(f"{n} of {[*values]}" for n, values in self.served.items())
+        given = {name: getattr(args, name) for name in self.supported}
+        if found := [f"{n}={x!r}" for n, x in given.items() if x not in self.supported[n]]:
+            expected = ", ".join(f"{n} of {[*values]}" for n, values in self.supported.items())
             raise InvalidValue(
                 f"FC802 {cls.__name__}: found {', '.join(found)}; expected {expected}. "
                 f"{self.advice}"
@@ -117,7 +117,7 @@ class PrivateSFTTrainer(_OfTRL, SFTTrainer):
     """
 
     config = SFTConfig
-    served = {"packing": (False,), "loss_type": ("nll",)}
+    supported = {"packing": (False,), "loss_type": ("nll",)}
     advice = (
         f"{_OfTRL.advice} Which texts share a row of a packed set depends on all texts. Let those "
         "that a step draws lie end to end, without padding:\n"
@@ -148,7 +148,7 @@ class PrivateDPOTrainer(_OfTRL, DPOTrainer):
     """
 
     config = DPOConfig
-    served = {
+    supported = {
         "loss_type": [[name] for name in _DPO_LOSSES],
         "f_divergence_type": ("reverse_kl",),
         "ld_alpha": (None,),
