@@ -82,7 +82,7 @@ class WrapperOptions(ModelOptions, total=False):
 
 class PrivateOptions(ModelOptions, total=False):
     """Arguments of ``make_private`` and ``make_private_with_epsilon``, beside those on which the
-    types of results depend (``criterion``, ``wrap_model``)."""
+    types of results depend (``criterion``, ``wrap_model``, ``grad_sample_mode``)."""
 
     module: Required[nn.Module]
     optimizer: Required[torch.optim.Optimizer]
@@ -94,7 +94,6 @@ class PrivateOptions(ModelOptions, total=False):
     unit: Users | Documents | None
     mechanism: Mechanism | None
     kernels: Kernels | None
-    grad_sample_mode: Literal["flash"]
 
 
 class NoiseOptions(PrivateOptions, total=False):
@@ -134,18 +133,16 @@ _KINDS_OF_WRAPPER: dict[str, tuple[Any, str]] = {
 def check_options(given: dict[str, Any], wrapper: bool = False) -> None:
     """Raise for values of arguments of ``make_private``, or of a wrapper, that are none of those
     that they take, or that other arguments rule out."""
-    if (found := given.get("grad_sample_mode", "flash")) != "flash":
-        raise InvalidValue(
-            f"FC313 grad_sample_mode: found {found!r}; expected 'flash'. Others are those of "
-            "Opacus' own engine:\n    engine = opacus.PrivacyEngine()"
-        )
+    mode_of_opacus = given.get("grad_sample_mode", "flash") != "flash"
     for name, (kind, line) in (_KINDS_OF_WRAPPER if wrapper else _KINDS).items():
         if not isinstance(value := given.get(name), kind | None):
             found = type(value).__name__
             raise InvalidType(f"FC319 {name}: found {found}; use:\n    {name}={line}")
+        if mode_of_opacus and not isinstance(value, str | None):
+            raise InvalidValue(f"FC313 {name}: found with another grad_sample_mode than 'flash'.")
     words = {"mode": Mode, "loss_reduction": Reduction}
     words |= {} if isinstance(given.get("clipping"), AdaptiveBound) else {"clipping": Clipping}
-    for name in words.keys() & given.keys():
+    for name in () if mode_of_opacus else words.keys() & given.keys():
         check_one_of(name, given[name], get_args(words[name]))
     if isinstance(given.get("unit"), Users) and not given.get("poisson_sampling", True):
         raise InvalidValue("FC281 unit: found Users with poisson_sampling=False, which draws rows.")
@@ -158,10 +155,10 @@ _INSTEAD = {
 }
 
 
-def check_keywords(given: dict[str, Any]) -> None:
+def check_keywords(given: dict[str, Any], mode: str = "flash") -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
-    known = [*NoiseOptions.__annotations__, "criterion", "wrap_model"]
-    for name in given:
+    known = [*NoiseOptions.__annotations__, "criterion", "grad_sample_mode", "wrap_model"]
+    for name in given if mode == "flash" else ():  # Opacus' modes are given all
         if name in known:
             continue
         close = difflib.get_close_matches(name, known, n=1)

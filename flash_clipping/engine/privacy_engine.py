@@ -65,6 +65,10 @@ from flash_clipping.finish.clipping import Clipping, check_bounds
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
+#: Arguments that Opacus' make_private gets in any mode.
+_OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm grad_sample_mode
+wrap_model batch_first loss_reduction poisson_sampling clipping"""
+
 #: Arguments of the wrapped model.
 _OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping", "unit", "kernels")
 
@@ -84,10 +88,10 @@ Yes: TypeAlias = Literal[True]
 
 
 class FlashPrivacyEngine(PrivacyEngine):
-    """``opacus.PrivacyEngine`` whose gradient mode is flash clipping.
+    """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
 
-    Everything that is not named here (accounting, schedulers) is Opacus' own.
-    :meth:`get_epsilon` says what ε stands for.
+    Everything that is not named here (accounting, schedulers) is Opacus' own. Modes other than
+    ``"flash"`` behave as in Opacus. :meth:`get_epsilon` says what ε stands for.
 
     Args:
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus; ``"pld"``
@@ -95,6 +99,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             (:class:`~flash_clipping.noise.accountants.DiscreteGaussianAccountant`).
         secure_mode: refuse seeds, and make noise by all 20 rounds of ChaCha20 (RFC 8439) on GPUs,
             too. Without it they are 12 there, which nobody knows an attack on (``docs/noise.md``).
+            In modes other than ``"flash"`` as in Opacus: it needs ``torchcsprng``.
         seed: for tests and debugging: makes noise repeat. Anyone who knows it can
             subtract the noise.
 
@@ -127,7 +132,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     _unit = SAMPLE
     #: The δ that there was a warning about, and other warnings that came once.
     _large_deltas: frozenset[float] = frozenset()
-    _warned_not_poisson = False
+    _warned_not_poisson = _has_opacus_randomness = False
 
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
@@ -138,7 +143,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "the seed can subtract the noise. Leave one of them out."
             )
         with warnings.catch_warnings():
-            # That noise is not secure: it is.
+            # That noise is not secure: it is. Modes of Opacus warn where they are used.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)
         self.accountant = with_right_length(self.accountant)
@@ -173,6 +178,11 @@ class FlashPrivacyEngine(PrivacyEngine):
     def make_private(
         self, *, criterion: Criterion, wrap_model: No, **options: Unpack[NoiseOptions]
     ) -> HooksLoss: ...
+
+    @overload  # in modes of Opacus'
+    def make_private(
+        self, *, grad_sample_mode: str, wrap_model: bool = True, **options: Unpack[NoiseOptions]
+    ) -> Any: ...
 
     def make_private(
         self,
@@ -210,27 +220,29 @@ class FlashPrivacyEngine(PrivacyEngine):
             criterion: a loss, whose own ``reduction`` is ``loss_reduction``
                 (:class:`~flash_clipping.FlashLoss`). Without it ``loss.backward()`` on any loss
                 of the model's outputs, which reduces over samples in that way, does the same.
-            grad_sample_mode: ``"flash"``, as Opacus' engine has others.
+            grad_sample_mode: ``"flash"``, or one of Opacus' modes.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
                 parameter; ``"automatic"`` (AUTO-S); a bound that moves at the end of every step
-                (:class:`~flash_clipping.AdaptiveBound`).
+                (:class:`~flash_clipping.AdaptiveBound`; flash only).
             mechanism: how batches are drawn and noise is made, which tells what steps release
                 (``docs/sampling.md``): by default :class:`~flash_clipping.PoissonSampling`; others
                 need ``accountant="pld"``: :class:`~flash_clipping.RandomAllocation`,
                 :class:`~flash_clipping.Shuffled`, :class:`~flash_clipping.PoissonRows`, and, for
                 correlated noise, :class:`~flash_clipping.FixedOrder` and
-                :class:`~flash_clipping.CyclicPoisson`.
+                :class:`~flash_clipping.CyclicPoisson`; flash only.
             unit: whom ε protects: a row of the dataset (``None``); its owner, with all of their
                 rows (:class:`~flash_clipping.Users`); what an argument of the forward says
-                (:class:`~flash_clipping.Documents`). "Sample" means such a *unit* from then on.
+                (:class:`~flash_clipping.Documents`). "Sample" means such a *unit* from then on;
+                flash only.
             strict, mode, folded_modules: see
-                :class:`~flash_clipping.GradSampleHooksFlashClipping`.
+                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
                 and releases it alone. By default such a model must be a
                 ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
-                it. :class:`~flash_clipping.Pipeline`: the module is one stage of a pipeline.
-            kernels: what computes, and how fast (:class:`~flash_clipping.Kernels`).
-            **kwargs: none; an error says what was meant.
+                it. :class:`~flash_clipping.Pipeline`: the module is one stage of a pipeline; flash
+                only.
+            kernels: what computes, and how fast (:class:`~flash_clipping.Kernels`); flash only.
+            **kwargs: of Opacus' modes.
 
         Guarantees:
             ``PoissonSampling``: every step draws every sample (unit) independently with probability
@@ -254,8 +266,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_no_batch(data_loader)
         check_options(given)
-        check_keywords(kwargs)
+        check_keywords(kwargs, grad_sample_mode)
         process = wings.requested_process(self.accountant, given)
+        if grad_sample_mode != "flash":
+            if not self._has_opacus_randomness:  # and its warnings, which come once
+                self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
+                self._has_opacus_randomness = True
+            of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
+            if criterion is not None:
+                of_opacus["criterion"] = criterion
+            return super().make_private(**of_opacus)
         checked_bound(max_grad_norm)
         for name, needed in (("module", "parameters"), ("optimizer", "param_groups")):
             if not hasattr(given[name], needed):
@@ -352,6 +372,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         self, *, criterion: Criterion, wrap_model: No, **options: Unpack[EpsilonOptions]
     ) -> HooksLoss: ...
 
+    @overload  # in modes of Opacus'
+    def make_private_with_epsilon(
+        self, *, grad_sample_mode: str, wrap_model: bool = True, **options: Unpack[EpsilonOptions]
+    ) -> Any: ...
+
     def make_private_with_epsilon(
         self,
         *,
@@ -359,6 +384,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         target_epsilon: float,
         target_delta: float,
         epochs: int,
+        grad_sample_mode: str = "flash",
         **options: Any,
     ) -> Any:
         """As Opacus' ``make_private_with_epsilon``, with :meth:`make_private`'s own arguments.
@@ -366,6 +392,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         Args:
             target_epsilon, target_delta: what may be spent, by the end of the last epoch.
             epochs: how many there will be.
+            grad_sample_mode: as of :meth:`make_private`.
             **options: all arguments of :meth:`make_private` but ``noise_multiplier``; what the
                 accountant's ``get_epsilon`` takes.
 
@@ -380,10 +407,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         options["data_loader"] = data_loader
         check_target(target_epsilon, target_delta, epochs, options)
         target: Any = dict(target_epsilon=target_epsilon, target_delta=target_delta, epochs=epochs)
-        noise = planned_noise(self.accountant, options, target)
-        planned = len(self.accountant) + steps_of(epochs, len(data_loader))
-        made = self.make_private(noise_multiplier=noise, **options)
-        made[1].attach_step_hook(self._watch_plan(planned, target_epsilon, epochs))
+        if grad_sample_mode == "flash":
+            noise = planned_noise(self.accountant, options, target)
+            planned = len(self.accountant) + steps_of(epochs, len(data_loader))
+            made = self.make_private(noise_multiplier=noise, **options)
+            made[1].attach_step_hook(self._watch_plan(planned, target_epsilon, epochs))
+        else:
+            with without_hints():
+                made = super().make_private_with_epsilon(
+                    grad_sample_mode=grad_sample_mode, **target, **options
+                )
         self.check_delta(target_delta)
         return made
 

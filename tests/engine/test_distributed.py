@@ -51,6 +51,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "halved": {"fits": 3},
     "automatic": {"clipping": "automatic"},
     "per_layer": {"clipping": "per_layer"},
+    "opacus_ghost": {"grad_sample_mode": "ghost"},
 }
 #: Random by process, so that there is no single process to compare with.
 RANDOM: dict[str, dict[str, Any]] = {

@@ -316,13 +316,14 @@ def test_a_forward_of_another_batch_is_refused() -> None:
         ({"unit": Users(torch.arange(SIZE) // 2)}, "with unit=Users"),
         ({"unit": Documents("index")}, "with unit=Documents"),
         ({"poisson_sampling": False}, "poisson_sampling=False"),
+        ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
         ({"mechanism": PoissonSampling(max_batch_size=SIZE + 1)}, r"found 65; .* in \[1, 64\]"),
     ],
 )
 def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: str) -> None:
     if "engine" in options:
         options = {"engine": FlashPrivacyEngine(accountant=options["engine"])}
-    with raises("FC302|FC316", ValueError, match=message):
+    with raises("FC302|FC313|FC316", ValueError, match=message):
         private(**options)
 
 

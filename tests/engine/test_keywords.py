@@ -102,12 +102,10 @@ def test_whatever_else_opacus_knows_is_taken(with_epsilon: bool) -> None:
             getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given, **{gone: None})
 
 
-@pytest.mark.parametrize("with_epsilon", [False, True])
-def test_modes_of_opacus_are_those_of_its_engine(with_epsilon: bool) -> None:
-    name = "make_private_with_epsilon" if with_epsilon else "make_private"
-    given = arguments(with_epsilon) | {"grad_sample_mode": "ghost"}
-    with raises("FC313", ValueError, match=r"'ghost'.*(?s:.)*opacus\.PrivacyEngine\(\)"):
-        getattr(FlashPrivacyEngine(), name)(**given)
+def test_modes_of_opacus_take_all_that_it_knows() -> None:
+    given = arguments(False) | {"noise_generator": torch.Generator(), "rand_on_empty": True}
+    made = FlashPrivacyEngine().make_private(**given | {"grad_sample_mode": "hooks"})
+    assert made[1].generator is given["noise_generator"]
 
 
 @pytest.mark.parametrize(

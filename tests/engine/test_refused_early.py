@@ -120,10 +120,10 @@ def test_a_missing_accountant_is_said_before_training(monkeypatch: pytest.Monkey
         FlashPrivacyEngine(accountant="pld")
 
 
-def made(**options: Any) -> None:
+def made(grad_sample_mode: str = "flash", **options: Any) -> None:
     model = nn.Linear(6, 4)
     given = arguments(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    given |= options
+    given |= {"grad_sample_mode": grad_sample_mode} | options
     engine = FlashPrivacyEngine(accountant="rdp")
     try:
         if "epochs" in given:
@@ -186,8 +186,10 @@ def of_trainer(**options: Any) -> None:
 #: Where a number is asked for, by its name: what takes it, and numbers that are none there.
 NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("noise_multiplier", made, (-1, math.inf)),
+    ("noise_multiplier", partial(made, "hooks"), (-1, math.inf)),
     ("max_grad_norm", made, (-1, 0, math.inf)),
     ("target_epsilon", with_epsilon, (-1, 0, math.inf)),
+    ("target_epsilon", partial(with_epsilon, grad_sample_mode="hooks"), (-1, 0, math.inf)),
     ("target_delta", with_epsilon, (-1, 0, 0.5, 0.9, 1)),
     ("epochs", with_epsilon, (-1, 0, math.inf)),
     ("epsilon_tolerance", with_epsilon, (-1, 0, math.inf)),
@@ -275,7 +277,7 @@ def test_functional_call_of_a_private_model_is_named(wrap_model: bool, steps: in
 
 
 @pytest.mark.parametrize("options", [{}, {"unit": None}, {"poisson_sampling": False}], ids=str)
-@pytest.mark.parametrize("call", [made, with_epsilon])
+@pytest.mark.parametrize("call", [made, with_epsilon, partial(made, "hooks")])
 def test_a_dataset_without_samples_is_refused(
     call: Callable[..., Any], options: dict[str, Any]
 ) -> None:

@@ -149,6 +149,12 @@ def test_ordinary_loaders_are_accepted(shuffle: bool) -> None:
     private(DataLoader(data(), batch_sampler=again.batch_sampler))
 
 
+def test_other_modes_of_the_engine_are_opacus() -> None:
+    loader = loaders()["subset"][0]
+    *_, found = private(loader, grad_sample_mode="hooks")
+    assert not isinstance(found.batch_sampler, PoissonSampler)
+
+
 # -- rate ------------------------------------------------------------------------------------------
 
 

@@ -298,10 +298,12 @@ def test_logical_batches_of_documents() -> None:
     [
         ({"unit": Users(IDS[1:])}, r"Users: found shape \(35,\) for a dataset of 36 rows"),
         ({"poisson_sampling": False}, r"unit: .*poisson_sampling=False"),
+        ({"grad_sample_mode": "ghost"}, r"unit: found with another grad_sample_mode"),
+        ({"unit": Documents("x"), "grad_sample_mode": "ghost"}, r"unit: .*'flash'"),
     ],
 )
 def test_refused_arguments(options: dict[str, Any], words: str) -> None:
-    with raises("FC281", ValueError, match=words):
+    with raises("FC281|FC313", ValueError, match=words):
         private(**options)
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_what_checkers_see_is_what_is_taken() -> None:
     taken = {*inspect.signature(FlashPrivacyEngine.make_private).parameters}
-    seen = {*get_type_hints(NoiseOptions), "criterion", "wrap_model"}
+    seen = {*get_type_hints(NoiseOptions), "criterion", "grad_sample_mode", "wrap_model"}
     assert seen == taken - {"self", "kwargs"}
     wrapper = inspect.signature(GradSampleHooksFlashClipping.__init__).parameters
     assert {*get_type_hints(WrapperOptions)} == {*wrapper} - {"self", "m"}
