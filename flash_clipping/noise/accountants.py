@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from opacus.accountants import IAccountant, register_accountant
+from opacus.accountants import IAccountant, RDPAccountant, register_accountant
 
 from flash_clipping.engine.accounting import (
     CountsSteps,
@@ -109,20 +109,18 @@ class PldAccountant(CountsSteps, IAccountant):
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         *kind, steps = self.history[-1] if self.history else (None, None, 0)
-        is_new_run = self._begins and self.process.is_in_order
         of_round = steps % self.process.round_steps
-        if of_round and not is_new_run and kind != [noise_multiplier, sample_rate]:
+        if self._begins and self.process.is_in_order:
+            self.history.append((noise_multiplier, sample_rate, 0))
+        elif of_round and kind != [noise_multiplier, sample_rate]:
             raise FlashClippingError(
                 f"FC522 optimizer.step(): found noise_multiplier={noise_multiplier} in step "
                 f"{of_round} of a round of {self.process.round_steps}, whose steps before had "
                 f"{kind[0]}; expected one for all steps of a round of {self.process}. Change it "
                 "when a round ends."
             )
-        if kind == [noise_multiplier, sample_rate] and not is_new_run:
-            self.history.pop()
-        else:
-            steps = 0
-        self.history.append((noise_multiplier, sample_rate, steps + 1))
+        now: Any = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate}
+        RDPAccountant.step(self, **now)  # type: ignore[arg-type]  # steps alike are one entry
         self._begins = False
 
     def get_epsilon(self, delta: float, **_: Any) -> float:

@@ -10,10 +10,11 @@ import math
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis import gdp
 
@@ -31,23 +32,15 @@ from flash_clipping.noise.releases import Release, epsilon_by_pld
 #: Of the form of reports, raised when a reader of an older one would be misled.
 FORMAT = 1
 
-_NEEDED = ("delta", "relation", "unit", "assumptions", "violated", "seeds", "parts", "releases")
+_TAKES_PART: tuple[str, ...] = get_args(get_type_hints(Release)["takes_part"])
 
 #: Who may take part in a release, by the names of accountants; and why there is no other ε.
-_KNOWN: dict[str, tuple[str, ...]] = {
-    "pld": get_args(get_type_hints(Release)["takes_part"]),
-    "prv": ("poisson",),
-    "rdp": ("poisson", "always"),
-    "gdp": ("poisson", "always"),
+_KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
+    "pld": (_TAKES_PART, ""),
+    "prv": (("poisson",), "knows Poisson batches with independent noise only"),
+    "rdp": (("poisson", "always"), "knows Gaussian mechanisms, also of Poisson batches, only"),
+    "gdp": (("poisson",), "knows Poisson batches of one rate and noise only"),
 }
-_WHY_NOT = {
-    "prv": "knows Poisson batches with independent noise only",
-    "rdp": "knows Gaussian mechanisms, also of Poisson batches, only",
-    "gdp": "knows Gaussian mechanisms, or Poisson batches of one rate and noise, only",
-}
-
-#: Opacus looks for ε up to 500, and takes an exponential of one over the squared noise.
-_LARGEST_MU, _LEAST_NOISE_OF_GDP = 20.0, 0.04
 
 _PACKAGES = ("flash-clipping", "opacus", "torch", "dp-accounting", "numpy", "scipy")
 
@@ -58,6 +51,43 @@ _ASSUMPTIONS = (
     "Number of steps, sample rate, bound and the expected batch size are public constants, the "
     "same for both datasets.",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a report says, under the names that it has there.
+
+    Attributes:
+        epsilon: by the names of accountants: ε or None, whether it is a bound, and why not.
+        violated: assumptions that did not hold.
+        parts: runs, and statistics, that it is of.
+    """
+
+    format: int = FORMAT
+    delta: float
+    epsilon: dict[str, Any] = field(default_factory=dict)
+    violated: Sequence[str] = ()
+    relation: str
+    unit: str
+    assumptions: Sequence[str]
+    seeds: Sequence[str] = ()
+    parts: Sequence[dict[str, Any]]
+    releases: Sequence[Release]
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    def finished(self) -> dict[str, Any]:
+        """With ε and versions, in plain values."""
+        checked_number("delta", self.delta, "(0, 0.5)", example=1e-5)
+        epsilon = {name: self._epsilon(name) for name in _KNOWN}
+        return asdict(replace(self, epsilon=epsilon, versions=_versions()))
+
+    def _epsilon(self, name: str) -> dict[str, Any]:
+        found, why = _epsilon(name, self.releases, self.delta)
+        if found == math.inf:  # no JSON
+            return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
+        if found is not None and self.violated:
+            why = "what is assumed is violated"
+        return {"epsilon": found, "is_bound": not why, "why": why or None}
 
 
 def make_report(engine: Any, delta: float) -> dict[str, Any]:
@@ -74,16 +104,16 @@ def make_report(engine: Any, delta: float) -> dict[str, Any]:
         "history": [dict(zip(names, entry, strict=True)) for entry in accountant.history],
     }
     warned = engine._warned_not_poisson
-    return _report(
-        [replace(release, is_discrete=is_discrete) for release in releases_of(accountant)],
-        delta,
+    return Report(
+        delta=delta,
         relation=process.relation,
         unit=engine._unit,
         assumptions=[process.takes_part, *_ASSUMPTIONS],
         violated=["Batches are not those that are accounted for."] if warned else [],
         seeds=[] if engine.stream.seed is None else [str(engine.stream.seed)],
         parts=[part],
-    )
+        releases=[replace(one, is_discrete=is_discrete) for one in releases_of(accountant)],
+    ).finished()
 
 
 def statistics_report(
@@ -113,16 +143,14 @@ def statistics_report(
     checked_number("standard_deviation", standard_deviation, "[0, inf)", example=1.0)
     checked_number("times", times, "[1, inf)", example=1, whole=True)
     given = {"sensitivity": sensitivity, "standard_deviation": standard_deviation, "times": times}
-    return _report(
-        [Release(standard_deviation / sensitivity, times)],
-        delta,
+    return Report(
+        delta=delta,
         relation=relation,
         unit=unit,
         assumptions=[f"{name}: the sensitivity is as given, whatever the data are."],
-        violated=[],
-        seeds=[],
         parts=[{"statistics": name, **given}],
-    )
+        releases=[Release(standard_deviation / sensitivity, times)],
+    ).finished()
 
 
 def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) -> dict[str, Any]:
@@ -143,17 +171,9 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
     """
     if not reports:
         raise InvalidValue("FC568 compose: found no report; expected one or more.")
-    for number, report in enumerate(reports):
-        given = report if isinstance(report, dict) else {}
-        found, missing = given.get("format"), [name for name in _NEEDED if name not in given]
-        if found != FORMAT or missing:
-            raise InvalidValue(
-                f"FC568 compose: found format {found!r} in report {number}, without "
-                f"{', '.join(missing) or 'nothing'}; expected {FORMAT}, as engine.report(delta) "
-                "makes it."
-            )
-    relations = {(report["relation"], report["unit"]) for report in reports}
-    deltas = {report["delta"] for report in reports}
+    read = [_read(number, report) for number, report in enumerate(reports)]
+    relations = {(report.relation, report.unit) for report in read}
+    deltas = {report.delta for report in read}
     if len(relations) > 1:
         listed = "; ".join(f"{relation}: {unit}" for relation, unit in sorted(relations))
         raise InvalidValue(
@@ -168,103 +188,81 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
             "    delta=1e-5"
         )
 
-    def all_of(key: str) -> list[Any]:
-        return [one for report in reports for one in report[key]]
+    def all_of(name: str) -> list[Any]:
+        return [one for report in read for one in getattr(report, name)]
 
-    try:
-        releases = [_release(**release) for release in all_of("releases")]
-    except TypeError as error:
-        raise InvalidValue(
-            f"FC568 compose: found releases that cannot be read ({error}); expected those of "
-            "engine.report(delta)."
-        ) from error
-    return _report(
-        releases,
-        deltas.pop() if delta is None else delta,
+    return Report(
+        delta=deltas.pop() if delta is None else delta,
         relation=relation,
         unit=unit,
         assumptions=[*dict.fromkeys(all_of("assumptions"))],
         violated=[*dict.fromkeys(all_of("violated"))],
         seeds=[*dict.fromkeys(all_of("seeds"))],
         parts=all_of("parts"),
-    )
+        releases=all_of("releases"),
+    ).finished()
 
 
-def _release(**fields: Any) -> Release:
-    release = Release(**fields)
-    checked_number("noise_multiplier", release.noise_multiplier, "[0, inf)", example=1.0)
-    checked_number("times", release.times, "[0, inf)", example=1, whole=True)
-    checked_number("rate", release.rate, "[0, 1]", example=0.01)
-    check_one_of("takes_part", release.takes_part, _KNOWN["pld"])
-    return release
+def _read(number: int, given: Any) -> Report:
+    """A report from plain values; ``ValueError`` for another form of report."""
+    try:
+        report = Report(**given)
+        report = replace(report, releases=[Release(**one) for one in given["releases"]])
+    except TypeError as error:
+        raise InvalidValue(
+            f"FC568 compose: report {number} cannot be read ({error}); expected what "
+            "engine.report(delta) makes."
+        ) from error
+    if report.format != FORMAT:
+        raise InvalidValue(
+            f"FC568 compose: found format {report.format!r} in report {number}; expected {FORMAT}."
+        )
+    for release in report.releases:
+        checked_number("noise_multiplier", release.noise_multiplier, "[0, inf)", example=1.0)
+        checked_number("times", release.times, "[0, inf)", example=1, whole=True)
+        checked_number("rate", release.rate, "[0, 1]", example=0.01)
+        check_one_of("takes_part", release.takes_part, _TAKES_PART)
+    return report
 
 
-def _report(
-    releases: Sequence[Release], delta: float, *, violated: list[str], **said: Any
-) -> dict[str, Any]:
-    checked_number("delta", delta, "(0, 0.5)", example=1e-5)
-    return {
-        "format": FORMAT,
-        "delta": delta,
-        "epsilon": {name: _epsilon(name, releases, delta, bool(violated)) for name in _KNOWN},
-        "violated": violated,
-        **said,
-        "releases": [*map(asdict, releases)],
-        "versions": _versions(),
-    }
-
-
-def _epsilon(
-    name: str, releases: Sequence[Release], delta: float, is_violated: bool
-) -> dict[str, Any]:
-    """What one accountant says of these releases."""
-    found: float | None = None
-    why = _WHY_NOT[name] if any(r.takes_part not in _KNOWN[name] for r in releases) else ""
+def _epsilon(name: str, releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
+    """What one accountant says of these releases, and why it is no bound, or none is known."""
+    known, why = _KNOWN[name]
     is_discrete = any(r.is_discrete for r in releases)
     if any(r.noise_multiplier == 0 for r in releases):
-        found = math.inf
-    elif not releases:
-        found = 0.0
-    elif is_discrete and name != "rdp":
-        why = "not proven for discrete noise"
-    elif name == "pld":
+        return math.inf, ""
+    if not releases:
+        return 0.0, ""
+    if is_discrete and name != "rdp":
+        return None, "not proven for discrete noise"
+    if any(r.takes_part not in known for r in releases):
+        return None, why
+    if name == "pld":
         try:
-            found = epsilon_by_pld(tuple(releases), delta)
+            return epsilon_by_pld(tuple(releases), delta), ""
         except ImportError as error:
-            why = str(error)
-    elif name == "gdp":
-        found, why = _by_gdp(releases, delta)
-    elif not why:
-        accountant: Any = FeasiblePrvAccountant() if name == "prv" else RDPAccountant()
-        accountant = DiscreteGaussianAccountant() if is_discrete else accountant
-        accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
-        with without_hints():
-            found = float(accountant.get_epsilon(delta))
-    if found == math.inf:  # no JSON
-        return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
-    if found is not None and is_violated:
-        why = "what is assumed is violated"
-    return {"epsilon": found, "is_bound": not why, "why": why or None}
+            return None, str(error)
+    if name == "gdp":
+        return _by_gdp(releases, delta)
+    accountant: Any = FeasiblePrvAccountant() if name == "prv" else RDPAccountant()
+    accountant = DiscreteGaussianAccountant() if is_discrete else accountant
+    accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
+    with without_hints():
+        return float(accountant.get_epsilon(delta)), ""
 
 
 def _by_gdp(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
-    """By a central limit; exactly, where everybody takes part."""
-    why, kinds = "", {(r.takes_part, r.noise_multiplier, r.rate) for r in releases}
-    if all(takes_part == "always" for takes_part, _, _ in kinds):
-        mu = sum(r.times / r.noise_multiplier**2 for r in releases) ** 0.5
-    elif len(kinds) > 1 or next(iter(kinds))[0] != "poisson":
-        return None, _WHY_NOT["gdp"]
-    else:
-        _, noise, rate = kinds.pop()
-        steps = sum(r.times for r in releases)
-        mu, why = math.inf, "a limit for many steps, which may be too small"
-        if noise > _LEAST_NOISE_OF_GDP:
-            mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=noise, sample_rate=rate)
-    if not mu < _LARGEST_MU:
-        return None, "finds no epsilon this large"
-    if mu == 0 or gdp.delta_eps_mu(eps=0, mu=mu) <= delta:
-        return 0.0, why
-    return float(gdp.eps_from_mu(mu=mu, delta=delta)), why
+    """By a central limit."""
+    kinds = {(r.noise_multiplier, r.rate) for r in releases}
+    if len(kinds) > 1:
+        return None, _KNOWN["gdp"][1]
+    steps, ((noise, rate),) = sum(r.times for r in releases), kinds
+    with suppress(ValueError, OverflowError), np.errstate(all="ignore"):
+        found = gdp.compute_eps_poisson(
+            steps=steps, noise_multiplier=noise, sample_rate=rate, delta=delta
+        )
+        return float(found), "a limit for many steps, which may be too small"
+    return None, "finds no epsilon that is as large, or as small"
 
 
 def _versions() -> dict[str, str | None]:
