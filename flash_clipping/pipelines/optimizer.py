@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, distributed as dist, optim
+from torch import distributed as dist, optim
 
 from flash_clipping.distributed import has_shards
 from flash_clipping.distributed.process_groups import shared_stream
-from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.options import Pipeline
 from flash_clipping.errors import InvalidValue, NotServed
@@ -46,13 +45,6 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
     def _shards(self) -> list[int]:
         return [dist.get_rank(self._group)] * len(self.params)
 
-    def _noisy_count(self, count: Tensor, std: float) -> Tensor:
-        """All stages have counted the same samples, and draw the same noise; the first one's
-        number holds for all."""
-        noisy = super()._noisy_count(count, std)
-        dist.broadcast(noisy, group=self._group, group_src=0)
-        return noisy
-
 
 def pipeline_group(distributed: Any, settings: dict[str, Any]) -> Any:
     """The processes of the pipeline that ``make_private`` is told of; ``None`` without one.
@@ -77,7 +69,7 @@ def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
         )
     for name, works in _SERVED.items():
         value = settings.get(name, works[0])
-        if value not in works and not isinstance(value, AdaptiveBound):
+        if value not in works:
             shown = value if isinstance(value, str | bool) else "..."
             raise NotServed(
                 f"FC643 {who}: found {name}={shown!r}, for which it is not built; expected "

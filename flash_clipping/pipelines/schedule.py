@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,44 +50,18 @@ _DISAGREE = (
 )
 
 
-@dataclass(frozen=True)
-class Round:
-    """The samples of a batch that one run of the schedule takes.
+def filled_up(values: Any, axis: int, samples: int, capacity: int) -> list[Any]:
+    """``values`` of each round: ``capacity`` samples along ``axis`` of every tensor.
 
-    Attributes:
-        start: the first of them.
-        count: how many there are; the others are made up.
-        capacity: how many the schedule takes.
+    Samples are made up of those that are there, in turn, so that they are as valid as these; where
+    there are none, of the row that stands for them.
     """
-
-    start: int
-    count: int
-    capacity: int
-
-    @property
-    def rows(self) -> int:
-        """As many rows were given; one, of nobody, where there are no samples."""
-        return max(1, self.count)
-
-    def of(self, values: Any, axis: int) -> Any:
-        """``values`` with this round's samples in every tensor: ``capacity`` along ``axis``.
-
-        Samples are made up of those that are there, in turn, so that they are as valid as these;
-        where there are none, of the row that stands for them.
-        """
-        return pytree.tree_map_only(Tensor, lambda x: self._of_tensor(x, axis), values)
-
-    def _of_tensor(self, x: Tensor, axis: int) -> Tensor:
-        if self.count == self.capacity:
-            return x.narrow(axis, self.start, self.count)
-        index = self.start + torch.arange(self.capacity, device=x.device) % self.rows
-        return x.index_select(axis, index)
-
-
-def rounds(samples: int, capacity: int) -> list[Round]:
-    """The rounds of a batch; one, of samples that are all made up, where there are none."""
-    starts = range(0, max(samples, 1), capacity)
-    return [Round(start, min(capacity, samples - start), capacity) for start in starts]
+    rows = max(1, samples)
+    numbers = torch.arange(-(-rows // capacity) * capacity) % rows
+    return [
+        pytree.tree_map_only(Tensor, lambda x: x.index_select(axis, part.to(x.device)), values)  # noqa: B023
+        for part in numbers.split(capacity)
+    ]
 
 
 class StageBackwardPass(BackwardPass):
@@ -227,18 +200,18 @@ class PrivateSchedule:
                 "make_private(distributed=Pipeline())."
             )
         axis = self._session.options.batch_axis
-        of_rounds = rounds(self._count(args, kwargs, target), self.capacity)
+        samples, capacity = self._count(args, kwargs, target), self.capacity
+        rounds = filled_up((args, kwargs), axis, samples, capacity)
+        labels = filled_up(target, 0, samples, capacity)
         if losses is not None:
             losses.clear()
         outputs, found = [], []
         with self._step():
-            for one in of_rounds:
+            for number, (given, named) in enumerate(rounds):
                 of_losses: list[Any] = []
-                given, named = one.of((args, kwargs), axis)
-                labels = one.of(target, 0)
                 output = self.schedule.step(
                     *(given if self._stage.is_first else ()),
-                    target=labels if self._stage.is_last else None,
+                    target=labels[number] if self._stage.is_last else None,
                     losses=None if losses is None else of_losses,
                     return_outputs=return_outputs,
                     **named,
@@ -246,7 +219,7 @@ class PrivateSchedule:
                 outputs.append(output)
                 if losses is not None:
                     losses += of_losses
-                found.append(self._clip(one))
+                found.append(self._clip(min(capacity, samples - number * capacity)))
             running.norms = Norms(
                 found[0].params,
                 torch.cat([one.norms_PB for one in found], 1),
@@ -254,7 +227,7 @@ class PrivateSchedule:
                 torch.cat([one.upper for one in found]),
             )
             running.count_backward(running.norms.total_B, self._draw)
-        return _joined(outputs, of_rounds, axis)
+        return _joined(outputs, axis, capacity, max(1, samples))
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
         """The schedule's own: nothing is recorded."""
@@ -352,11 +325,6 @@ class PrivateSchedule:
                 f"{self._session.options.batch_axis} (args_chunk_spec, kwargs_chunk_spec), in "
                 "every stage."
             )
-        if number in self._held:
-            raise FlashClippingError(
-                f"FC646 PrivateSchedule: micro-batch {number} has had a backward pass in this "
-                "step. Use ScheduleGPipe or Schedule1F1B as they are."
-            )
         self._held[number] = backward_pass
 
     def _norms(self, count: int) -> Norms:
@@ -394,29 +362,27 @@ class PrivateSchedule:
         upper_n = upper_bound(total_n, doubt_n.to(dtype))
         return Norms(self.module.trainable_parameters, own_Pn, total_n, upper_n)
 
-    def _clip(self, of_round: Round) -> Norms:
-        """Clip what is held by norms over all stages."""
+    def _clip(self, count: int) -> Norms:
+        """Clip what is held by norms over all stages; of samples behind the first ``count``,
+        nothing."""
         with torch.no_grad():
-            found = self._norms(of_round.count)
+            found = self._norms(count)
             coef_n = self.module._coefficients(found.upper)
             self._session.calls.non_finite.note(coef_n)
-            coef_MB = F.pad(coef_n, (0, self.capacity - of_round.count)).view(-1, self._size)
+            coef_MB = F.pad(coef_n, (0, self.capacity - count)).view(-1, self._size)
             for number in sorted(self._held):
                 self._held.pop(number).complete(coef_MB[number])
         return found
 
 
-def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
+def _joined(outputs: list[Any], axis: int, capacity: int, rows: int) -> Any:
     """The outputs of all rounds as one, without samples that are made up."""
 
     def join(*parts: Any) -> Any:
         if not isinstance(parts[0], Tensor) or parts[0].dim() <= axis:
             return parts[0]
-        kept = [
-            x.narrow(axis, 0, one.rows) if x.shape[axis] == one.capacity else x
-            for x, one in zip(parts, of_rounds, strict=True)
-        ]
-        return torch.cat(kept, axis) if len(kept) > 1 else kept[0]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+        return joined.narrow(axis, 0, rows) if parts[0].shape[axis] == capacity else joined
 
     return pytree.tree_map(join, *outputs)
 

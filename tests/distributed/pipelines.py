@@ -382,6 +382,7 @@ def refusals(rank: int) -> Parts:
         "reduction": lambda: private(loss=nn.CrossEntropyLoss(reduction="sum")),
         "engine, two_pass": lambda: engine(mode="two_pass"),
         "engine, not Poisson": lambda: engine(poisson_sampling=False),
+        "engine, adaptive": lambda: engine(clipping=ADAPTIVE),
     }
 
 
@@ -395,13 +396,11 @@ def main(rank: int) -> Parts:
 
     if dist.get_world_size() == 4:
         return {f"pipeline, {name}": step(name, micro=4) for name in BY_FOUR}
-    adaptive = {"clipping": ADAPTIVE, "noise_multiplier": 0.1}
     return {
         **{f"pipeline, {name}": step(name) for name in STEPS},
         "pipeline cancelling": lambda: cancelling(rank),
         "pipeline noise": lambda: noisy(rank),
         "pipeline engine": lambda: engine_run(rank),
-        "pipeline adaptive": lambda: engine_run(rank, **adaptive),
         "pipeline truncated": lambda: engine_run(rank, mechanism=PoissonSampling(2)),
         "pipeline in parts": lambda: engine_run(rank, part=1),
         "pipeline truncated, in parts": lambda: engine_run(
