@@ -147,9 +147,9 @@ def no_kernels() -> Iterator[None]:
     """Let operations go the way of Triton, whose launches do nothing but look for a kernel."""
     names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
     with mock.patch.dict(os.environ, names):
-        from flash_clipping.ops.runtime import launches
+        from flash_clipping.ops.runtime import tiles
 
-        with mock.patch.object(launches, "_found", _NoKernels()):
+        with mock.patch.object(tiles, "_found", _NoKernels()):
             yield
 
 

@@ -13,7 +13,7 @@ from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
 from flash_clipping.engine import optimizer as optimizers
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.ops.runtime import backend
-from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import launch
 
 
 @pytest.mark.gpu

@@ -220,7 +220,7 @@ def test_references_work_while_kernels_are_compiled(
 
 def test_an_operation_that_was_under_way_is_started(kernel: Compiles) -> None:
     """One of another thread, which another model trains in, say: nothing else does its work."""
-    launches = pytest.importorskip("flash_clipping.ops.runtime.launches")
+    launches = pytest.importorskip("flash_clipping.ops.runtime.tiles")
     started: list[tuple[int, ...]] = []
 
     class Starts(Compiles):

@@ -53,14 +53,14 @@ from flash_clipping.ops.norm_layer import triton as norm_layer_triton
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.rows import triton as rows_triton
-from flash_clipping.ops.runtime import launches, tiles
+from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.segments import Rows, Segments
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
 from flash_clipping.randomness import Draw, Purpose
 
-launches._remembers = False
+tiles._remembers = False
 segments_triton.grouped_mm = lambda *_: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
@@ -198,7 +198,7 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
         timeout=280,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    from flash_clipping.ops.runtime.launches import has_gluon
+    from flash_clipping.ops.runtime.tiles import has_gluon
 
     expected = kernels("triton.py")
     if target[1] == "90" and has_gluon():

@@ -218,7 +218,7 @@ def test_compiler_is_told_of_widths_that_are_whole(monkeypatch: pytest.MonkeyPat
 
 
 def launches() -> Any:
-    return pytest.importorskip("flash_clipping.ops.runtime.launches")
+    return pytest.importorskip("flash_clipping.ops.runtime.tiles")
 
 
 def gram_triton() -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from flash_clipping.ops.outer import weighted_sum
 
-launching = pytest.importorskip("flash_clipping.ops.runtime.launches")
+launching = pytest.importorskip("flash_clipping.ops.runtime.tiles")
 
 
 def allocator() -> Any:

@@ -22,10 +22,17 @@ from torch import Tensor
 from flash_clipping.ops.clipped_sum import COLUMNS, Kind, Pair, kinds_of, reference
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
-from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.shapes import LaunchCache
 from flash_clipping.ops.runtime.tables import Table, firsts_of, is_whole
-from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
+from flash_clipping.ops.runtime.tiles import (
+    has_gluon,
+    jit,
+    launch,
+    load_tile,
+    operand,
+    row_of,
+    tile_in_groups,
+)
 
 BLOCK = 128
 """Side of a tile of the result."""

@@ -37,8 +37,7 @@ from torch import Tensor
 from flash_clipping.ops.convolution.geometry import Geometry, InThree, in_three
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import jit, launch
-from flash_clipping.ops.runtime.tiles import multiple_of, sum_by_warp
+from flash_clipping.ops.runtime.tiles import jit, launch, multiple_of, sum_by_warp
 
 
 @jit

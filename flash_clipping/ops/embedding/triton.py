@@ -19,9 +19,8 @@ from flash_clipping.ops.embedding import UNSORTED, adds_up_runs
 from flash_clipping.ops.error_bounds import FLOOR, TOGETHER, lost_of
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.shapes import in_one_dtype
-from flash_clipping.ops.runtime.tiles import gdc_launch_dependents, gdc_wait
+from flash_clipping.ops.runtime.tiles import gdc_launch_dependents, gdc_wait, launch
 
 MAX_RANKED = 4096
 """Positions of a sample up to which all pairs of ids are compared; beyond, ``torch.sort``."""

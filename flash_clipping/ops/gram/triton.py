@@ -31,10 +31,9 @@ from torch import Tensor
 from flash_clipping.ops.error_bounds import FLOOR, gram_doubt
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
 from flash_clipping.ops.runtime.tables import is_whole, operand_row, to_device
-from flash_clipping.ops.runtime.tiles import sum_by_warp
+from flash_clipping.ops.runtime.tiles import has_gluon, jit, launch, sum_by_warp
 
 ROW_FLOOR = tl.constexpr(FLOOR)
 

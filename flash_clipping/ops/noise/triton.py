@@ -18,8 +18,8 @@ from torch import Tensor
 from flash_clipping.ops.noise.box_muller import normal_pair
 from flash_clipping.ops.noise.reference import PER_BLOCK, cells
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tables import firsts_of, to_device
+from flash_clipping.ops.runtime.tiles import launch
 from flash_clipping.randomness import Draw
 
 WARPS = 4

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flash_clipping.ops.norm_layer import reference
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import jit, launch
-from flash_clipping.ops.runtime.tiles import load_rows, multiple_of, store_rows
+from flash_clipping.ops.runtime.tiles import jit, launch, load_rows, multiple_of, store_rows
 
 MAX_WIDTH = 16384
 """The widest row that a program holds in registers."""

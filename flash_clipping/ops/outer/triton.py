@@ -16,9 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.tables import firsts_of, to_device
-from flash_clipping.ops.runtime.tiles import load_tile, sum_by_warp, tile_in_groups
+from flash_clipping.ops.runtime.tiles import (
+    has_gluon,
+    jit,
+    launch,
+    load_tile,
+    sum_by_warp,
+    tile_in_groups,
+)
 
 GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""

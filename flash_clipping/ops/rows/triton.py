@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import jit, launch
 from flash_clipping.ops.runtime.shapes import LaunchCache, Normalized
 from flash_clipping.ops.runtime.tables import Table, firsts_of
-from flash_clipping.ops.runtime.tiles import row_of
+from flash_clipping.ops.runtime.tiles import jit, launch, row_of
 
 TILE = 4096
 """Elements that a program reads at one time: some rows, or a part of one."""

@@ -10,7 +10,7 @@ A *step* is what is loaded at one time; it has a stage of the ring until all gro
 it. ``full`` and ``empty`` are a barrier for each stage.
 
 This is written in Gluon, Triton's lower language, which is still experimental and has no
-interpreter: a GPU tests it. :data:`~flash_clipping.ops.runtime.launches.LAST_WITH_GLUON` says up to
+interpreter: a GPU tests it. :data:`~flash_clipping.ops.runtime.tiles.LAST_WITH_GLUON` says up to
 which version of Triton it is used.
 """
 

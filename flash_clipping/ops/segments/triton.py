@@ -20,8 +20,7 @@ from flash_clipping.ops import error_bounds
 from flash_clipping.ops.error_bounds import FLOOR
 from flash_clipping.ops.gram.tiles import triangle
 from flash_clipping.ops.runtime import cost, tiles
-from flash_clipping.ops.runtime.launches import has_gluon, launch
-from flash_clipping.ops.runtime.tiles import tile_in_groups
+from flash_clipping.ops.runtime.tiles import has_gluon, launch, tile_in_groups
 from flash_clipping.ops.segments.reference import sum_dtype
 from flash_clipping.ops.segments.work import Blocks, Lists, Rows
 

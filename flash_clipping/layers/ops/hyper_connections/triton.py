@@ -25,8 +25,7 @@ from torch import Tensor
 from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings
 from flash_clipping.layers.ops.stream_mix.triton import columns_at_once
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
-from flash_clipping.ops.runtime.tiles import load_rows, store_rows
+from flash_clipping.ops.runtime.tiles import launch, load_rows, store_rows
 
 MIX_ROWS = 64
 """Positions of one product with ``w``, which every program reads whole."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_clipping.layers.ops.product_key.reference import staircase_size
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import is_interpreting
-from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tiles import launch
 
 ELEMENTS = 1024
 """Elements of an axis, or candidates, of a program, if that is more than one row."""

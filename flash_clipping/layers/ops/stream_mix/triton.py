@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
-from flash_clipping.ops.runtime.tiles import load_rows, store_rows
+from flash_clipping.ops.runtime.tiles import launch, load_rows, store_rows
 
 COLUMNS = 1024
 """Eight for each thread, of all streams, so that sums over streams stay in one thread."""
