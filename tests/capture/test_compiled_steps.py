@@ -14,13 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping._compat import has_lasting_node
-from flash_clipping.capture.compiled.regions import Region
-from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
-from tests.support.cases import check_case, make_case, step_case
-from tests.support.compiled import LM, Backend, Borrowing, compare, lm_loss, slow, wrap
+from tests.support.cases import make_case
+from tests.support.compiled import LM, Borrowing, compare, lm_loss, slow, wrap
 from tests.support.errors import raises
-from tests.support.models import CASES
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.sums import norm_of
 
@@ -81,22 +78,6 @@ def test_engine_with_poisson_batches(wrap_model: bool) -> None:
         assert_close(q, p, 1e-5)
 
 
-def test_copies_are_not_compiled() -> None:
-    case = CASES["linear_3d"]
-    model, batch = make_case(case, torch.float32)
-    truth = per_sample_truth(model, batch, case.loss)
-    backend = Backend()
-    module = wrap(model, max_grad_norm=0.5)
-    module.compile(backend=backend, fullgraph=True)
-    step_case(module, case, batch, "mean")
-    other = copy.deepcopy(module)
-    for which in (other, module):
-        which.zero_grad(set_to_none=True)
-        step_case(which, case, batch, "mean")
-        check_case(which, truth, 0.5, 1e-5)
-    assert backend.graphs == 1
-
-
 def test_hooks_that_are_disabled_give_ordinary_gradients() -> None:
     model, batch = make_case(LM, torch.float32)
     plain = copy.deepcopy(model)
@@ -140,24 +121,6 @@ def test_without_gradients_and_in_eval_mode() -> None:
     module.train()
     truth = per_sample_truth(plain, batch, lm_loss)
     compare(module, truth, LM, batch, 1.0)
-
-
-def test_two_backwards_before_a_step() -> None:
-    case = CASES["linear_3d"]
-    model, (x,) = make_case(case, torch.float32)
-    plain = copy.deepcopy(model)
-    module = wrap(model, max_grad_norm=0.5)
-    module.allow_grad_accumulation()
-    module.compile(backend="aot_eager", fullgraph=True)
-    parts = [(x[:2],), (x[2:],)]
-    expected: dict[str, Tensor] = {}
-    for part in parts:
-        case.loss(module, part).sum().div(len(part[0])).backward()
-        for name, clipped in per_sample_truth(plain, part, case.loss).clipped(0.5).items():
-            expected[name] = expected.get(name, 0) + clipped
-    for name, param in model.named_parameters():
-        assert param.grad is not None
-        assert_close(param.grad, expected[name], 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -222,20 +185,6 @@ def test_compiled_autograd_is_refused(compiled: bool | None, mode: str) -> None:
     ):
         loss.backward()
     assert all(p.grad is None for p in module.parameters())
-
-
-def test_nothing_is_left_of_wires_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = wrapped(nn.Sequential(nn.Linear(4, 2)))
-
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    squares(module, (torch.randn(3, 4),)).backward()
-    before = dict(ACTIVE)
-    monkeypatch.setattr(Region, "_make", fail)
-    with pytest.raises(MemoryError):
-        module(torch.randn(3, 4))
-    assert before == ACTIVE == {}
 
 
 class Again(nn.Module):
@@ -308,36 +257,6 @@ def test_a_models_own_exception_is_not_tried_again(error: type[Exception]) -> No
     with pytest.raises(error, match="the model's own"):
         module(torch.randn(5, 6, 4))
     assert float(model.runs) == before + 1
-
-
-@pytest.mark.parametrize(
-    ("error", "length", "runs"),
-    [
-        pytest.param(TorchDynamoException, 6, 2, id="it was learned before"),
-        pytest.param(TorchDynamoException, 7, 1, id="it was learned in this call"),
-        pytest.param(ValueError, 6, 1, id="the model's own"),
-    ],
-)
-def test_one_graph_is_tried_again_after_the_compilers_exception_only(
-    error: type[Exception], length: int, runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer that runs by itself ends the trace of one graph, so the model's own exception cannot
-    follow it in PyTorch as it is. Therefore what is compiled is replaced here: it does what a trace
-    does, and then fails."""
-    _, module = after_a_step(fullgraph=True)
-    region = module._taps.of_root.instance_forward
-    assert isinstance(region, Region)
-    found: list[Tensor] = []
-
-    def compiled(x: Tensor) -> None:
-        found.append(x)
-        traces.misfits = True
-        raise error("it failed")
-
-    monkeypatch.setattr(region, "compiled", compiled)
-    with pytest.raises(error, match="it failed"):
-        module(torch.randn(5, length, 4))
-    assert len(found) == runs
 
 
 def cond(mid: nn.Module, x: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
-    MicroBatches,
     per_sample_loss,
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws
@@ -270,23 +269,6 @@ def test_noise_only(mode: str, clipping: str) -> None:
             assert 0.8 * std < noisy.std() < 1.2 * std
     assert sizes.count(0) >= 2 and any(sizes)
     assert engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
-
-
-def test_micro_batches() -> None:
-    module, optimizer, criterion, loader, engine = private(ReshapingAttention(), (T, 8))
-    parts, noted, empty = (
-        MicroBatches(optimizer, max_physical_batch_size=1),
-        note_sums(optimizer),
-        0,
-    )
-    for x, y in loader:
-        parts(lambda x, y: criterion(module(x), y).backward(), x, y)
-        samples = drawn(module)
-        optimizer.step()
-        if not samples:
-            assert not any(bool(summed.any()) for summed in noted[-1])
-            empty += 1
-    assert empty and engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

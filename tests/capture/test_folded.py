@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import TOLERANCE, check_truth, truth_of_one_forward
 from tests.support.errors import raises
 from tests.zoo.case import ModelCase
@@ -23,21 +23,6 @@ def test_declaration_that_names_no_module_is_refused() -> None:
     model, batch = WINDOWS.make()
     with raises("FC174", ValueError, match="'window'"):
         GradSampleModuleFlashClipping(model, folded_modules=["window"])
-
-
-def test_declared_windows_through_the_engine_are_samples() -> None:
-    model, batch = WINDOWS.make(torch.float32)
-    dataset = torch.utils.data.TensorDataset(batch[0], torch.zeros(3, dtype=torch.long))
-    module, *_ = FlashPrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=torch.utils.data.DataLoader(dataset, batch_size=3),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        folded_modules=FOLDED,
-    )
-    WINDOWS.losses(module, batch).mean().backward()
-    assert module.get_norm_sample().shape == (3,)
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {

@@ -72,27 +72,6 @@ class Sometimes(Flat):
         return super().forward(x)
 
 
-def test_another_order_later() -> None:
-    """Where a first step may not have shown it, rows are looked at again."""
-    torch.manual_seed(0)
-    model = Sometimes(lambda self, x: not self.training).double()
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, float64s(3, 2, 3)).backward()
-    model.zero_grad(set_to_none=True)
-    flash.eval()
-    with raises("FC201", match=r"(?s)(norm|ffn) .*(lie apart)"):
-        squares(flash, float64s(3, 2, 3)).backward()
-    assert all(param.grad is None for param in model.parameters())
-
-
-def test_another_order_of_more_samples_is_seen_by_a_check() -> None:
-    """Four samples are looked at before a first step."""
-    torch.manual_seed(0)
-    model = Sometimes(lambda self, x: len(x) > 4).double()
-    report = check(model, *float64s(6, 2, 3))
-    assert any("parameters differ from the oracle" in failure for failure in report.failures)
-
-
 CONDITIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "item": lambda _, x: x.max() > 20,
     "float": lambda _, x: float(x.max()) > 20,
@@ -161,41 +140,6 @@ def test_rows_that_values_choose(by: str) -> None:
         refused(Chosen(by), (x,), r"expert \(Linear\): what it reads has 6 rows")
     else:
         found_by_check(Chosen(by), x)
-
-
-class TokenOfFrames(nn.Module):
-    """A class token in front of every frame; those of the first ``B`` frames are taken for the
-    samples': the value that they should have, and other samples' rows. TimeSformer does it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, frames, T, d]
-        h = self.embed(x.flatten(0, 1))
-        h = torch.cat([self.token.expand(len(h), -1, -1), h], 1)
-        token = h[: len(x), :1]
-        return self.head(token.square() + h[:, 1:].unflatten(0, x.shape[:2]).mean((1, 2))[:, None])
-
-
-class ManyOutputs(TokenOfFrames):
-    """Only the last of them reaches rows of others."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        h = self.embed(x)
-        h = h + self.token.expand(x.shape[0] * x.shape[1], -1, -1).unflatten(0, x.shape[:2])
-        return *((h * (i + 1)).mean((1, 2)) for i in range(12)), super().forward(x)
-
-
-def test_all_outputs_are_looked_at() -> None:
-    torch.manual_seed(0)
-    flash = GradSampleModuleFlashClipping(ManyOutputs().double())
-    *fit, unfit = flash(*float64s(3, 2, 2, 3))
-    torch.stack(fit).square().sum().backward()
-    *_, unfit = flash(*float64s(3, 2, 2, 3))
-    with raises("FC210", match="token:"):
-        unfit.square().sum().backward()
 
 
 class DeclaredToken(nn.Module):

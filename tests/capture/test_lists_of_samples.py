@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.inputs import batched_inputs, list_of_samples
-from flash_clipping.capture.proof.batches import Samples
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
@@ -103,17 +102,6 @@ def test_one_tensor_a_sample_lengths_and_texts() -> None:
     check(Padded().double(), rows)
     x = pad_sequence(rows, batch_first=True)
     check(Spoken().double(), x, [2, 4, 3, 1], ["a", "list", "of", "texts"])
-
-
-def test_a_batch_is_cut_with_its_lists() -> None:
-    x, targets, sizes = torch.randn(B, 3), boxes(1, 2, 3, 2), [torch.ones(B), torch.zeros(B)]
-    samples = Samples((x, targets, sizes), {"names": ["a", "b", "c", "d"], "size": (3, 2)}, 0)
-    (rows, cut, parts), named = samples.batch([2, 0], extreme=[1])
-    assert torch.equal(rows[0], x[2]) and named == {"names": ["c", "a"], "size": (3, 2)}
-    assert torch.equal(cut[0]["boxes"], targets[2]["boxes"])
-    assert torch.equal(cut[1]["labels"], targets[0]["labels"])
-    assert cut[1]["boxes"].norm() > 50 * targets[0]["boxes"].norm()
-    assert [len(part) for part in parts] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import (
     DenseGrad,
@@ -20,7 +19,6 @@ from flash_clipping import (
     register_rule,
 )
 from flash_clipping.capture import proxies
-from flash_clipping.capture.proxies.parameter_proxy import ParameterProxy
 from flash_clipping.rules import registry
 from tests.support.autograd import squares, truth_by_autograd
 from tests.support.errors import raises
@@ -29,13 +27,11 @@ from tests.support.uses import (
     D,
     Holder,
     Scaling,
-    T,
     make_around,
     seeded_batch,
 )
 from tests.support.wrapping import WRAPPERS
-from tests.zoo.case import ModelCase, around, one_pass
-from tests.zoo.layers import CELLS, in_a_loop
+from tests.zoo.case import around
 from tests.zoo.uses import CASES, USES, all_kinds
 
 pytestmark = pytest.mark.without_gate
@@ -74,31 +70,6 @@ def test_use_past_all_functions_is_refused_in_backward(
         squares(flash, seeded_batch()).backward()
 
 
-class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-def test_expansion_over_the_batch_goes_back_in_memory_of_one_batch() -> None:
-    """Not through the expansion, whose gradient has a row for each sample, of each sample."""
-    samples = 8 * D
-    case = CASES["prompt"]
-    x = torch.randn(samples, T, 3, dtype=torch.float64)
-    module = GradSampleModuleFlashClipping(case.make()[0], max_grad_norm=1.0)
-    case.losses(module, (x,)).mean().backward()
-    loss = case.losses(module, (x,)).mean()
-    with _Largest() as seen:
-        loss.backward()
-    assert 0 < seen.elements < samples * samples * D
-
-
 @pytest.mark.parametrize("name", ["class_token", "matrix", "positions", "twice", "temperature"])
 def test_gradients_with_hooks_disabled_before_backward_are_ordinary(name: str) -> None:
     case = CASES[name]
@@ -113,25 +84,6 @@ def test_gradients_with_hooks_disabled_before_backward_are_ordinary(name: str) -
     for n, p in model.named_parameters():
         if n in expected:
             torch.testing.assert_close(p.grad, expected[n])
-
-
-def test_parameters_after_a_failed_backward_are_put_back() -> None:
-    model, (x,) = CASES["checkpoint"].make()
-    before = list(model.parameters())
-    seen: list[type] = []
-
-    def fail(_: Tensor) -> None:
-        seen.append(type(model.middle.v))
-        raise KeyboardInterrupt
-
-    module = GradSampleModuleFlashClipping(model)
-    module(x)  # rehearsed, and its gradients compared
-    model.first.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            module(x).square().sum().backward()
-        assert seen.pop() is not nn.Parameter  # stood in for, while checkpoints may recompute
-        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_autograd_function_in_a_later_step_is_refused() -> None:
@@ -192,20 +144,6 @@ def test_spectral_norm_is_exact(name: str, mode: str, wrapper: str) -> None:
             for own, other in zip(plain.parameters(), model.parameters(), strict=True):
                 own += 0.1 * own.sin()
                 other.copy_(own)
-
-
-def test_buffer_written_of_samples_is_refused() -> None:
-    """Written of a parameter and samples."""
-
-    def noting(m: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            m.seen.copy_(m.gain.detach() * x.mean((0, 1)))
-        return x * m.gain
-
-    model = make_around(lambda: Holder(noting, gain=torch.ones(D)))
-    model.middle.register_buffer("seen", torch.zeros(D, dtype=torch.float64))
-    with raises("FC130", (NotImplementedError, FlashClippingError), match="middle"):
-        squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
 
 
 HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -285,22 +223,6 @@ def test_argument_that_a_rule_does_not_take_is_refused(
     flash = WRAPPERS["wrapped"](model)
     with raises("FC161|FC163", match=message):
         squares(flash, seeded_batch()).backward()
-
-
-#: In one function with all its gates a cell would go back sample by sample.
-WHOLE = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_cell_in_a_loop_is_run_by_gates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ParameterProxy.run
-
-    def run_by_gates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert func not in WHOLE
-        return run(func, args, kwargs)
-
-    monkeypatch.setattr(ParameterProxy, "run", staticmethod(run_by_gates))
-    one_pass(ModelCase(lambda: make_around(in_a_loop(CELLS[name], "learnt"))))
 
 
 @pytest.mark.parametrize("trainable", [True, False])

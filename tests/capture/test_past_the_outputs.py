@@ -65,24 +65,6 @@ def test_a_layer_by_itself_while_a_call_waits_is_refused() -> None:
         (output.square().sum(1) + module._module.a(x).square().sum(1)).mean().backward()
 
 
-def test_after_a_refusal_that_is_kept_the_next_backward_is_whole() -> None:
-    """Its frames hold the pass that was refused, which must not take the next one's gradients."""
-    module = wrapped()
-    x, other = torch.randn(2, B, D, dtype=torch.float64)
-    module(x).square().sum(1).mean().backward()
-    norms, expected = module.get_norm_sample(), [p.grad for p in module.parameters()]
-    module.zero_grad(set_to_none=True)
-    first = module(x)
-    module(other)
-    with raises("FC414", match="two_pass") as kept:
-        module._module.kept[0].square().sum(1).mean().backward(retain_graph=True)
-    assert kept.value.__traceback__ is not None
-    first.square().sum(1).mean().backward()
-    torch.testing.assert_close(module.get_norm_sample(), norms)
-    for param, grad in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.grad, grad)
-
-
 @pytest.mark.parametrize("name", CLOSED)
 def test_closed_output_in_two_passes_is_refused(name: str) -> None:
     """What cannot be opened is named, with what was found there."""

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.proof.reads import digest_of
 from flash_clipping.capture.proof.repeatable import without_dropout
 from tests.support.autograd import (
     float64s,
-    mean_squares,
     squares,
-    truth_by_autograd,
 )
 from tests.support.errors import raises
-from tests.support.oracle import assert_close
 from tests.support.recorded import recorded_factors
 from tests.zoo.constants import CASES
 
@@ -32,33 +26,6 @@ def test_rows_of_a_table_cost_no_table_per_sample(name: str) -> None:
     flash = GradSampleModuleFlashClipping(model)
     found = recorded_factors(flash, lambda: squares(flash, batch).backward())
     assert "EmbeddingGrad" in set().union(*found.values())
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (5, 5), (2, 2)])
-def test_positions_of_time_first_are_exact(shape: tuple[int, int]) -> None:
-    """``batch_first=False`` with positions ``[T, 1, d]``."""
-
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-            self.positions = nn.Embedding(9, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x)) + self.positions(torch.arange(len(x))[:, None])
-            return self.last(x).transpose(0, 1)
-
-    B, T = shape
-    (x,) = float64s(B, T, 4)
-
-    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return mean_squares(model(batch[0].transpose(0, 1)))
-
-    truth = truth_by_autograd(TimeFirst().double(), (x,), loss)
-    flash = GradSampleModuleFlashClipping(TimeFirst().double(), batch_first=False)
-    loss(flash, (x,)).backward()
-    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
 
 
 def test_later_steps_are_not_rehearsed() -> None:
@@ -105,13 +72,6 @@ def test_model_that_mixes_behind_other_kernels_is_refused(samples: int, also: st
 
 
 # -- what a rehearsal does besides running the model -----------------------------------------------
-
-
-def test_digests_of_rows_of_one_sum_and_size_differ() -> None:
-    first, again = (digest_of(torch.eye(64), 0) for _ in range(2))
-    assert first is not None and again is not None and torch.equal(first, again)
-    assert (first[:, -1] == first[0, -1]).all()
-    assert len(first.unique(dim=0)) == 8  # all that three signs can tell
 
 
 def test_dropout_inside_of_attention_in_a_rehearsal_is_off() -> None:

@@ -15,9 +15,7 @@ from transformers import BatchEncoding
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import (
     check_by_autograd,
-    float64s,
     mean_squares,
-    squares,
 )
 from tests.support.wrapping import MODES
 
@@ -90,22 +88,3 @@ def test_arguments_after_a_rehearsal_are_as_they_were() -> None:
     GradSampleModuleFlashClipping(model)(batch)
     assert seen == [4, 3, 4, 4, 4, 5]
     assert batch.ids is ids and batch.inner["fields"][0].length == 5
-
-
-def test_model_of_one_batch_size_is_run_on_other_samples() -> None:
-    class OneSize(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mix(self.mix(x)) + torch.ones(5, 1, 1)
-
-    model = OneSize().double()
-    runs = []
-    model.mix.register_forward_hook(lambda _, args, __: runs.append(len(args[0])))
-    flash = GradSampleModuleFlashClipping(model)
-    for _ in range(3):
-        squares(flash, float64s(5, 5, 5)).backward()
-    # Steps, each of two runs of the layer, come after looks at the whole batch.
-    assert len(runs) > 6 and runs[-4:] == [5] * 4

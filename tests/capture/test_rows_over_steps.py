@@ -12,11 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.row_layouts import Layout
 from tests.support.autograd import float64s, mean_squares, squares
 from tests.support.errors import raises
-from tests.support.uses import D, Holder, make_around
-from tests.zoo.rows import OTHER, mix
 
 
 class Around(nn.Module):
@@ -113,50 +110,6 @@ def test_another_axis_at_a_later_step_is_refused(when: str, turned: bool) -> Non
         with raises("FC201|FC232", match="ffn"):
             squares(flash, x).backward()
         assert all(param.grad is None for param in model.parameters())
-
-
-def test_layout_of_parts_is_undone() -> None:
-    x = torch.arange(24).view(2, 12)
-    layout = Layout(1)
-    assert layout.parts(x, 3) == 4 and layout.parts(x, 5) is None and layout.parts(x, 0) is None
-    front = layout.front(x, 3)
-    assert front[1].flatten().tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
-    assert torch.equal(layout.back(front), x)
-    assert layout.only(x, 1, 3).count_nonzero() == 8
-    layout.check("layer", torch.zeros(5, 9), 3)
-    with raises("FC232", match="layer"):
-        layout.check("layer", torch.zeros(6, 5), 3)
-
-
-@pytest.mark.parametrize(
-    "how", ["sorted", "shuffled", "as many tokens as samples", "less their mean"]
-)
-def test_other_rows_in_a_model_of_one_batch_size_are_refused(how: str) -> None:
-    use = OTHER[how]
-    model = make_around(lambda: Holder(lambda m, x: use(m, x.view(4, 3, D)), **mix()()))
-    with raises("FC202", match=r"mix \(Linear\): what it reads has|expected rounding alone"):
-        GradSampleModuleFlashClipping(model)(*float64s(4, 3, 3))
-
-
-class LastPositionsFirst(nn.Module):
-    """Positions and samples in one axis, in no regular order of samples: the last one first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1).flatten(0, 1).flip(0)
-
-
-def test_layers_that_read_other_rows_are_all_named() -> None:
-    model = nn.Sequential(
-        nn.Linear(4, 4), LastPositionsFirst(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
-    )
-    flash = GradSampleModuleFlashClipping(model)
-    with raises("FC201") as error:
-        flash(torch.randn(3, 5, 4))
-    text = str(error.value)
-    for path in ("2 (Linear)", "3 (LayerNorm)", "4 (Linear)"):
-        assert f"{path}: what it reads has 15 rows for a batch of 3, and 10 for a batch" in text
-    assert "0 (Linear)" not in text
-    assert "Declare modules" in text and "folded_modules" in text
 
 
 class CallsAPart(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import Documents, GradSampleModuleFlashClipping, samples
+from flash_clipping import Documents, GradSampleModuleFlashClipping
 from tests.support.autograd import float64s
 from tests.support.cases import make_case
 from tests.support.mixtures import mixture, tokens
@@ -93,27 +93,6 @@ def test_the_model_reads_the_map() -> None:
         norms.append(flash.get_norm_sample())
     assert norms[0].shape == (2,)
     assert torch.equal(norms[0], norms[1]) and torch.equal(norms[0], norms[2])
-
-
-def test_layers_inside_of_samples() -> None:
-    """Samples of ``flash_clipping.samples`` are rows of the batch; those are of units."""
-
-    class Scattered(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.before, self.layer = nn.Linear(4, 4), layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            R, T, _ = x.shape
-            order = torch.argsort(torch.sin(torch.arange(R * T) * 1.7))
-            rows = torch.tanh(self.before(x)).flatten(0, 1)[order]
-            with samples((torch.arange(R * T) // T)[order], count=R):
-                y = self.layer(rows)
-            return torch.zeros_like(y).index_copy(0, order, y).view(R, T, -1)
-
-    for layer in (nn.Linear(4, 3), nn.LayerNorm(4)):
-        check_units(Scattered(layer).double(), float64s(7, 3, 4), squared_loss)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])

@@ -29,7 +29,6 @@ from tests.zoo.spelled import (
     Convolution,
     D,
     Norm,
-    SpeltEmbedding,
     SpeltLinear,
     T,
     gated,
@@ -90,20 +89,6 @@ def test_layer_that_mixes_documents_is_refused(name: str) -> None:
     make, found = REFUSED[name]
     with raises("FC278", match=found):
         check(Reader(make()).double(), [list(enumerate(documents()))])
-
-
-def test_embedding_of_documents_in_one_row_is_exact_or_refused() -> None:
-    """Its output has an axis more than its ids. A transform of its weight is refused by name."""
-
-    def run(how: str) -> None:
-        model = Reader()
-        model.table = SpeltEmbedding(how)
-        check(model.double(), [[(n, 2 + ids % 9) for n, ids in enumerate(documents())]])
-
-    run("scaled")
-    run("normalized_rows")
-    with raises("FC140", match=r"table \(SpeltEmbedding\)"):
-        run("by_vmap")
 
 
 @pytest.mark.parametrize("make", [BETWEEN["linear"], BETWEEN["falcon"], llama])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping._compat import pytree
 from flash_clipping.capture.proof import oracle
 from flash_clipping.capture.proof.gate import FIRST_AUDIT
-from flash_clipping.capture.proof.runs import Runs
 from tests.capture.proof.mixers import WRONG, Around, B, K, T
 from tests.support.errors import raises
 
@@ -133,43 +131,6 @@ def test_a_first_step_and_audits_are_small(
             looked_at, whole = sum(a * b for a, b in looks), sizes[-1][0] * sizes[-1][1]
             assert looked_at <= (2 if step == "first" else 1) * whole
     assert most["first"] <= most["second"] and most["audit"] <= most["second"]
-
-
-@pytest.mark.parametrize("casts", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_an_audit_is_two_runs_with_a_backward_each(
-    reduction: str, casts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of a model with dropout, and with autocast in its forward, as trainers put it there. A
-    loss of its own takes two more, for one sample, unless it was refused."""
-    torch.manual_seed(0)
-    model = bert(16).train()
-    if casts:
-        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction=reduction)
-    inputs, counts = given_to(model, 8, 16), Counter[str]()
-    run, gradient_of = Runs._run, Runs.gradient_of
-
-    def counted_run(*args: Any, **options: Any) -> Any:
-        counts["forward"] += 1
-        return run(*args, **options)
-
-    def counted_backward(*args: Any, **options: Any) -> Any:
-        counts["backward"] += 1
-        return gradient_of(*args, **options)
-
-    monkeypatch.setattr(Runs, "_run", counted_run)
-    monkeypatch.setattr(Runs, "gradient_of", counted_backward)
-    for calls in (0, 64, 128):
-        counts.clear()
-        flash._watch.gate.calls = calls
-        flash._watch.gate.next_audit = calls + 1
-        flash.zero_grad(set_to_none=True)
-        losses = flash(**inputs).logits.float().square().sum(1)
-        (losses.mean() if reduction == "mean" else losses.sum()).backward()
-        if calls:
-            runs = 4 if reduction == "mean" else 2
-            assert counts == {"forward": runs, "backward": runs}
 
 
 def test_the_first_audit_compares_all() -> None:

@@ -3,20 +3,16 @@ are exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.proof import oracle
 from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
-from flash_clipping.capture.proof.runs import Runs
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.test_oracle import LATER
 from tests.support.autograd import check_by_autograd, squares
@@ -64,34 +60,6 @@ def test_evaluation_is_looked_at_by_itself() -> None:
     flash.zero_grad()
     flash(torch.randn(B, T, K)).square().sum().backward()
     assert flash.get_norm_sample().shape == (B,)
-
-
-def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run of its own: the one that is compared runs what was compiled."""
-    backwards: list[str] = []
-
-    @contextmanager
-    def side_by_side() -> Iterator[None]:
-        backwards.append("begins")
-        yield
-        backwards.append("ends")
-
-    measured = Runs.gradient_of
-
-    def gradient_of(self: Runs, *args: Any) -> Any:
-        backwards.append("through taps" if args[2] else "plain")
-        return measured(self, *args)
-
-    monkeypatch.setattr(oracle, "compiles_kernels", lambda: True)
-    monkeypatch.setattr(oracle, "compiled_side_by_side", side_by_side)
-    monkeypatch.setattr(Runs, "gradient_of", gradient_of)
-    flash = first_step(Around(RIGHT["plain"]))
-    assert backwards[:4] == ["begins", "through taps", "ends", "through taps"]
-    assert backwards.count("begins") == 1
-    for _ in range(FIRST_AUDIT):
-        flash(torch.randn(B, T, K)).square().sum().backward()
-    assert backwards.count("through taps") > 2, "there was no audit"
-    assert backwards.count("begins") == 1
 
 
 def test_audits_are_seldom() -> None:
@@ -229,23 +197,6 @@ def test_models_that_know_of_lengths_are_exact(how: Any) -> None:
     """Also those that no shorter text can be given."""
     torch.manual_seed(0)
     check_by_autograd(Padded(how).double(), (full(4),), squares)
-
-
-class Recomputed(nn.Module):
-    """Ends a model in a checkpoint that reads its own parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain, self.mix = nn.Parameter(torch.rand(K)), nn.Parameter(torch.randn(K, K))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: torch.tanh(y * self.gain @ self.mix), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("before", [nn.Identity(), nn.Linear(K, K)])
-def test_a_checkpoint_that_ends_a_model_is_exact(before: nn.Module) -> None:
-    model = nn.Sequential(before, Recomputed()).double()
-    check_by_autograd(model, (torch.randn(B, T, K).double(),), squares)
 
 
 @pytest.mark.parametrize("drops", [False, True])
