@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 from collections import Counter
@@ -15,7 +14,7 @@ import pytest
 from benchmarks import certificate, models, step, tables
 from benchmarks.lab import versions
 from benchmarks.options import method_names
-from benchmarks.records import Record, Row, summaries
+from benchmarks.records import Record, summaries
 from benchmarks.report import END, PEERS_END, PEERS_START, START
 from tests.benchmarks.conftest import Run
 from tests.certificate import search
@@ -99,34 +98,6 @@ WHERE: dict[str, str | None] = dict.fromkeys(("driver", "torch", "triton", "opac
 WHERE |= {"device": "Some GPU", "revision": "abc"}
 
 
-def test_report_says_what_was_measured_and_why_a_method_has_no_numbers(
-    tmp_path: Path, run: Run
-) -> None:
-    rows = [
-        Row("nonprivate", "m", 2, 3, milliseconds=[10.0], peak_bytes=2**30),
-        Row("flash", "m", 2, 3, milliseconds=[11.0], peak_bytes=2**30),
-        Row("opacus-ghost", "m", 2, 3, status="failed", note="NotImplementedError: tied"),
-        Row("fastdp", "m", 2, 3, milliseconds=[18.0], peak_bytes=2**31),
-        Row("opacus-hooks", "m", 2, 3, status="OOM"),
-    ]
-    Record("step", WHERE, "command", {"dtype": "bf16"}, rows).write(tmp_path / "a.json")
-    Record("step", WHERE, "command", {"dtype": "bf16"}, rows[:2]).write(tmp_path / "b.json")
-    arguments, page, readme = pages(tmp_path)
-    assert run(*arguments)[0] == 0
-    text = page.read_text()
-    cells = "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | failed | 1.80× (2.00) |"
-    assert "| time (memory) of a step | non-private |" in text and f"{cells} OOM |" in text
-    assert "\n* m; B 2, T 3: `opacus-ghost`: NotImplementedError: tied\n" in text
-    assert "**Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision abc**" in text
-    # What was measured beside both peers is in the README.
-    lines = readme.read_text().splitlines()
-    assert lines[0] == "# Short" and lines[-1] == "Last" and "old numbers" not in lines
-    assert [line for line in lines if line.startswith("| m; B 2, T 3")] == [cells]
-    assert "* Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision abc, bf16" in lines
-    readme.write_text(readme.read_text().replace("1.80×", "1.70×"))
-    assert run(*arguments, "--check")[0] == 1
-
-
 @pytest.mark.parametrize("name", [*tables.ON_A_GPU, *tables.ON_A_CPU])
 def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
     table = (tables.ON_A_GPU | tables.ON_A_CPU)[name]
@@ -139,28 +110,6 @@ def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
     options = parser.parse_args([command, *arguments])
     assert set(options.model) <= set(models.NAMES)
     assert "flash" in options.methods and method_names(options.methods)
-
-
-PROCESSORS = len(os.sched_getaffinity(0))
-
-
-def test_a_table_that_fails_leaves_the_others(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    tiny = "step --device cpu --methods flash --rounds 1 --steps 1 --model"
-    chosen = {"wrong": tables.Table(f"{tiny} nothing"), "right": tables.Table(f"{tiny} tiny")}
-    monkeypatch.setattr(tables, "ON_A_CPU", chosen)
-    command = ["tables", "--on", "cpu", "--results", tmp_path, "--revision", "abc"]
-    status, printed = run(*command, "--at-once", min(2, PROCESSORS))
-    assert status == 1 and "not measured, or in part: wrong" in printed, printed
-    assert "unknown model 'nothing'" in (tmp_path / "cpu-wrong.log").read_text()
-    found = json.loads((tmp_path / "cpu-right.json").read_text())
-    (row,) = found["rows"]
-    assert row["status"] == "ok" and row["first_milliseconds"] > row["milliseconds"][0]
-    assert found["environment"]["revision"] == "abc"
-    status, printed = run("tables", "--on", "cpu", "--results", tmp_path, "--seconds", 0)
-    assert status == 1 and "right: not begun" in printed, printed
-    assert run("tables", "--on", "cpu", "--only", "left")[0] == 2
 
 
 #: Exact norms, and no rounding that could be seen: holds whatever the search draws.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
@@ -62,44 +59,6 @@ def test_the_tolerance_is_that_of_the_narrowest_dtype_under_autocast() -> None:
     report = check(case.make(), case.batch(), loss)
     assert report.passed and report.dtype == "bfloat16", str(report)
     assert 1e-4 < report.norm_error < report.tolerance
-
-
-def test_batch_by_keyword_with_a_dataclass_as_output() -> None:
-    @dataclasses.dataclass
-    class Output:
-        logits: Tensor
-        length: int
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, *, features: Tensor, scale: float) -> Output:
-            return Output(torch.tanh(self.head(features)) * scale, 3)
-
-    report = check(Model(), {"features": torch.randn(5, 4), "scale": 2.0})
-    assert report.passed and report.batch_size == 5, str(report)
-
-
-def test_samples_on_the_second_axis() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-
-        def forward(self, x_TBd: Tensor) -> Tensor:
-            return self.second(torch.tanh(self.first(x_TBd)))
-
-    report = check(Model(), torch.randn(7, 5, 4), batch_first=False, dtype=torch.float64)
-    assert report.passed and report.batch_size == 5, str(report)
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0])[-1], batch[1], reduction="none")
-
-    batch = (torch.randn(7, 5, 4), torch.tensor([0, 1, 2, 0, 1]))
-    report = check(Model(), batch, loss, batch_first=False, dtype=torch.float64)
-    assert report.passed, str(report)
 
 
 class Recurrent(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import Kernels
 from flash_clipping.__main__ import main
@@ -46,24 +45,6 @@ def test_a_backend_that_is_asked_for() -> None:
     report = check(model, torch.randn(2, 16, 16), kernels=Kernels("triton"), removals=0)
     assert report.passed, str(report)
     assert of(report, "0.weight").rule == "LinearRule"
-
-
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_a_bare_parameter_passes(reentrant: bool, mode: str) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-            self.scale = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            x = checkpoint(lambda y: (y * self.scale).tanh(), x, use_reentrant=reentrant)
-            return self.last(x)
-
-    report = check(Scaled(), torch.randn(3, 4), mode=mode)
-    assert report.passed, report.failures
 
 
 def test_frozen_and_unused_parameters_are_listed() -> None:
@@ -199,30 +180,6 @@ def test_a_bias_that_follows_the_loads() -> None:
     assert any("FC130 1.router" in failure for failure in report.failures), report.failures
     assert not checked(mixture(Loads())).passed  # the samples of a batch share its bias
     assert checked(mixture(Loads()).eval()).passed
-
-
-def test_balancing() -> None:
-    class Balanced(nn.Module):
-        def __init__(self, whole_batch: bool):
-            super().__init__()
-            self.body = mixture(TopKRouter(D, E, 2, balance="sample"))
-            self.whole_batch = whole_batch
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y, loss_B = self.body(x)
-            if self.whole_batch:
-                probabilities = self.body[1].router.linear(self.body[0](x)).softmax(-1)
-                loads = nn.functional.one_hot(probabilities.argmax(-1), E).double().mean((0, 1))
-                loss_B = E * (loads * probabilities.mean((0, 1))).sum()
-            return y, loss_B
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        y, balance = model(x)
-        return y.square().flatten(1).mean(1) + 10 * balance
-
-    assert checked(Balanced(False), loss).passed
-    report = checked(Balanced(True), loss)
-    assert any("samples' own losses" in failure for failure in report.failures)
 
 
 def test_the_aux_loss_of_transformers() -> None:

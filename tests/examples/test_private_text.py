@@ -41,31 +41,6 @@ def test_short_run_of_private_text_writes_its_results(
     assert "12 synthetic passages, three of them:" in capsys.readouterr().out
 
 
-def test_passages_are_whole(script: Any) -> None:
-    rows = script.passages(["abcdefg", "  a\n b", "xy"], 3)
-    assert [bytes(row.tolist()) for row in rows] == [b"abc", b"def", b"a b"]
-    assert len(script.public_texts()) > 1000
-
-
-def test_n_grams_are_probabilities(script: Any) -> None:
-    rows = torch.randint(97, 101, (30, 12), generator=torch.Generator().manual_seed(0))
-    grams = script.NGrams(rows, order=3)
-    for before in (b"", b"a", b"dab", b"zz"):
-        total = sum(grams._probability(before, byte) for byte in range(256))
-        assert total == pytest.approx(1)
-    # By hand, of one passage: behind "a" came "b" twice, of 5 bytes "a" twice and "b" twice.
-    grams = script.NGrams(torch.tensor([[97, 98, 99, 97, 98]]), order=2)
-    alone = (2 + 3 / 256) / 8
-    assert grams._probability(b"a", 98) == pytest.approx((2 + alone) / 3)
-    assert grams.perplexity(torch.tensor([[98]])) == pytest.approx(1 / alone)
-
-
-def test_windows_that_are_copied(script: Any) -> None:
-    rows, of = torch.arange(30)[None], torch.arange(5, 28)[None]
-    assert script.copied(rows, of, window=20) == 4 / 11
-    assert script.copied(rows, of.flip(1), window=20) == 0
-
-
 def test_synthetic_passages_follow_the_model(script: Any) -> None:
     """A model that knows one text by heart, byte by byte, writes it."""
 

@@ -84,31 +84,6 @@ def test_norms_of_convolutions_in_chunks_match_autograd(
     assert error(stored.dense(), truth) <= tolerance
 
 
-@pytest.mark.parametrize(
-    ("size", "channels", "kept"),
-    [(32, 8, True), (2, 32, False)],
-    ids=["large image", "small image"],
-)
-def test_gradients_are_kept_only_where_they_are_small(
-    size: int, channels: int, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is kept instead of input and output gradient takes at most half as much again."""
-    sizes = []
-
-    def stored(self: ConvolutionGrad, backend: str) -> Any:
-        result = original(self, backend)
-        sizes.append((result.dense().numel(), self.x.numel() + self.G.numel()))
-        return result
-
-    original = ConvolutionGrad.stored
-    monkeypatch.setattr(ConvolutionGrad, "stored", stored)
-    model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.Flatten())
-    module = GradSampleModuleFlashClipping(model)
-    module(torch.randn(4, channels, size, size)).square().sum(1).mean().backward()
-    assert len(sizes) == kept
-    assert all(kept_now <= 1.5 * replaced for kept_now, replaced in sizes)
-
-
 @pytest.mark.skipif(not is_interpreting(), reason="kernels are compiled for the GPU in this run")
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_a_model_on_kernels(mode: str) -> None:

@@ -67,16 +67,3 @@ def test_what_is_measured_is_what_is_released() -> None:
     )
     sq_U = stored.sqnorms("torch")
     assert worst_relative_error(sq_U, released.double().square().sum((1, 2))) <= 1e-6
-
-
-def test_storing_is_decided_by_shapes_alone() -> None:
-    A, G = operands(4)  # N (d + p) = 28 * 5 elements, and U d p = 6 U
-    for readers, most in ((1, 23), (3, 14)):
-        for count, worth in ((most, True), (most + 1, False)):
-            for index in (torch.zeros(7, dtype=torch.long), torch.arange(7)):
-                factor = UnitGrad(LinearGrad(A, G), UnitMap(index, count))
-                assert factor.is_worth_storing(lambda n=readers: n) is worth
-    factor = UnitGrad(LinearGrad(A, G), UnitMap(torch.zeros(7, dtype=torch.long), 1))
-    assert not factor.is_worth_storing(lambda: 0)
-    none = UnitGrad(LinearGrad(A, G), UnitMap(torch.full((7,), -1), 0))
-    assert not none.is_worth_storing(lambda: 1)

@@ -101,33 +101,3 @@ def test_hooks_disabled_between_forward_and_backward() -> None:
         strict=True,
     ):
         torch.testing.assert_close(found, expected)
-
-
-def test_a_forward_that_failed_is_not_that_of_disabled_hooks() -> None:
-    """Its call ended with it: nothing is asked of layers that it had not come to."""
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3))
-    wrapper = GradSampleModuleFlashClipping(model)
-    ids = torch.arange(9).view(3, 3) % 5  # samples could be along either axis
-
-    def fail(*_: object) -> None:
-        raise RuntimeError
-
-    fault = model[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError):
-        wrapper(ids)
-    fault.remove()
-    wrapper.disable_hooks()
-    wrapper(ids[:2]).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
-def test_training_and_evaluation_alternate() -> None:
-    trainer = Trainer()
-    trainer.module.eval()
-    with torch.no_grad():
-        trainer.module(*batch(size=7)[:2])
-    kept = trainer.module(*batch(size=6)[:2])  # with a graph that nobody walks
-    trainer.module.train()
-    trainer.step(batch())
-    assert kept.requires_grad
-    assert_same_state(trainer.state(), state_after_one_step(), "after evaluation")

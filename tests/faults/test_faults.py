@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import gc
 import linecache
@@ -160,38 +159,6 @@ def resident_kilobytes() -> int:
         if line.startswith("VmRSS:"):
             return int(line.split()[1])
     raise AssertionError("no VmRSS")
-
-
-def test_a_tapped_layer_keeps_few_objects_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each brings Python's garbage collector nearer, which by default comes for some hundreds."""
-    layers = 50
-    module = GradSampleModuleFlashClipping(
-        nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]), max_grad_norm=1.0
-    )
-    x = torch.randn(2, 4)
-    module(x).sum().backward()
-    gc.collect()
-    gc.disable()
-    try:
-        before = len(gc.get_objects())
-        output = module(x)
-        alive = len(gc.get_objects()) - before
-    finally:
-        gc.enable()
-    # Its input, autograd's context with a dictionary, and what that notes of the inputs.
-    assert alive <= 4.5 * layers, alive / layers
-    output.sum().backward()
-    assert module.get_norm_sample().shape == (2,)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_steps_leave_no_variables_of_a_context(mode: str) -> None:
-    """None is ever freed: PyTorch makes one for each change of a setting that it undoes later."""
-    trainer = Trainer(mode=mode)
-    trainer.step(batch())
-    before = len(contextvars.copy_context())
-    trainer.step(batch())
-    assert len(contextvars.copy_context()) == before
 
 
 def steps_without_growth(trainer: Trainer, warm_up: int, count: int) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, Kernels
 from flash_clipping.factors import SumGrad
-from flash_clipping.finish import backward_pass
 from flash_clipping.finish.plan import plan_of
 from flash_clipping.ops.rows import WIDE
 from flash_clipping.ops.runtime import backend
@@ -194,26 +193,6 @@ def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping
         wrapped.zero_grad()
     gc.collect()
     assert len(seen) > 2 and all(ref() is None for ref in seen)  # of rehearsals as well
-
-
-def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
-    check_step(wrapped, draw(3, 4, 0))
-    (plan,) = [plan for _, plan in wrapped._session.calls.plans._plans.values()]
-    assert plan.order is not None
-    # As after a step whose norms came in another order.
-    plan.rows_of, plan.order = plan.rows_of[::-1], len(plan.rows_of) - 1 - plan.order
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(backward_pass, "to_device", interrupted)
-        check_step(wrapped, draw(3, 4, 1))
-    check_step(wrapped, draw(3, 4, 2))
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="no kernels")

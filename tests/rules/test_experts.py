@@ -60,15 +60,6 @@ def test_implementations_of_experts_match_autograd(family: str, implementation: 
         assert_close(model.get_parameter(name).grad, grad, 1e-4, name)
 
 
-@pytest.mark.parametrize("trained", ["experts", "mlp.gate.", "self_attn"])
-def test_parts_of_a_model(trained: str) -> None:
-    model = mixture("Qwen2Moe")
-    for name, param in model.named_parameters():
-        param.requires_grad_(trained in name)
-    assert any(param.requires_grad for param in model.parameters())
-    check(model, tokens(), language_loss, ROUNDED)
-
-
 # -- one block by itself, in float64 all through ---------------------------------------------------
 
 
@@ -203,25 +194,6 @@ def test_routes_of_any_kind_match_autograd(route: Any, experts: Any) -> None:
     check(block(experts, route), inputs(4, 5), squares, 1e-9)
 
 
-def test_a_router_in_fp32_inside_a_model_in_float64() -> None:
-    """The block adds up in the dtype of the router's weights, whose rounding is no other
-    computation."""
-
-    class Narrow(Plain):
-        def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            found = super().forward(hidden, chosen, weights)
-            return found.to(weights.dtype).to(hidden.dtype)
-
-    class Routed(Block):
-        def body(self, x: Tensor) -> Tensor:
-            hidden = self.before(x)
-            weights, chosen = self.router(hidden).flatten(0, 1).float().softmax(-1).topk(2, -1)
-            return hidden + self.experts(hidden.flatten(0, 1), chosen, weights).view_as(x)
-
-    model = Routed(use_experts_implementation(Narrow)).double()
-    check(model, inputs(4, 5), squares, 1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:experts")
 def test_a_gate_with_parameters_is_refused_and_exact_one_by_one() -> None:
     """As many rows as samples, sorted by expert: nothing but the gate's parameter tells."""
@@ -235,18 +207,3 @@ def test_a_gate_with_parameters_is_refused_and_exact_one_by_one() -> None:
     with raises("FC201", match=r'experts \(Learned\)(?s:.*)mode="one_by_one"'):
         squares(GradSampleModuleFlashClipping(block(learned, k=1)), inputs(4, 1)).backward()
     check_by_autograd(block(learned, k=1), inputs(4, 1), squares, mode="one_by_one")
-
-
-def test_mixed_lengths_are_refused() -> None:
-    """Tokens without padding: not as many for every sample."""
-
-    class Unpadded(Block):
-        def body(self, x: Tensor) -> Tensor:
-            hidden = self.before(x)
-            tokens = hidden.flatten(0, 1)[1:]
-            weights, chosen = self.router(hidden).flatten(0, 1)[1:].softmax(-1).topk(2, -1)
-            return hidden + self.experts(tokens, chosen, weights).sum()
-
-    flash = GradSampleModuleFlashClipping(Unpadded().double())
-    with raises("FC201", match="experts"):
-        flash(*inputs(3, 5))

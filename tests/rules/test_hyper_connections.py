@@ -285,29 +285,3 @@ def test_connections_match_those_of_transformers() -> None:
     for one, other in zip(ours, their_own, strict=True):
         for name, their_name in (("phi", "fn"), ("alpha", "scale"), ("bias", "base")):
             assert_close(getattr(one, name).grad, getattr(other, their_name).grad, 1e-5, name)
-
-
-def test_connections_match_those_of_liger() -> None:
-    """Its kernels run on the same device as ours, here in the interpreter."""
-    theirs = pytest.importorskip("liger_kernel.transformers.mhc")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = nn.Linear(32, 32, bias=False, device=device)
-    other = theirs.LigerMHC(
-        layer, hc=4, c=32, pre_eps=1e-6, phi_dtype=torch.float32, allow_fp32=True
-    ).to(device)
-    ours = scramble(HyperConnections(32, transposed=False, device=device))
-    assert isinstance(ours, HyperConnections)
-    ours.gamma.data.fill_(1)  # it has none
-    other.phi.data.copy_(ours.phi.mT)
-    other.b.data.copy_(ours.bias)
-    for name, value in zip(("pre", "post", "res"), ours.alpha, strict=True):
-        getattr(other, f"alpha_{name}").data.copy_(value)
-    x = torch.randn(2, 5, 4, 32, device=device)
-    h, post, comb = ours(x)
-    found, expected = ours.combine(x, layer(h), post, comb), other(x)
-    assert_close(found, expected, 1e-4)
-    weights = torch.randn_like(x)
-    (expected * weights).sum().backward()
-    (found * weights).sum().backward()
-    assert_close(ours.phi.grad, other.phi.grad.mT, 1e-4)
-    assert_close(ours.bias.grad, other.b.grad, 1e-4)

@@ -89,33 +89,6 @@ def test_several_adapters_match_autograd() -> None:
     check(model, inputs(3, 5))
 
 
-def test_base_that_is_trained_beside_matches_autograd() -> None:
-    model = with_lora(block(ExpertsWithBiases))
-    for name, param in model.named_parameters():
-        param.requires_grad_("router" not in name)
-    check(model, inputs(3, 5))
-
-
-def test_no_product_of_low_ranks_is_formed() -> None:
-    model = with_lora(block())
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    squares(flash, inputs(3, 5)).backward()
-    wrapper = model.base_model.model.experts
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("get_delta_weight", "get_delta_factors", "_activate_lora"):
-            patch.setattr(type(wrapper), name, None)
-        squares(flash, inputs(3, 5)).backward()
-
-
-def test_the_outermost_wrapper_has_the_only_tap() -> None:
-    """So that no parameter is counted twice."""
-    flash = GradSampleModuleFlashClipping(with_lora(block(ExpertsWithBiases)))
-    wrapper = flash._module.base_model.model.experts
-    below = {module for module in wrapper.modules()} - {wrapper}
-    assert [tap.layer for tap in flash._taps.all if tap.layer is wrapper]
-    assert not [tap.path for tap in flash._taps.all if tap.layer in below]
-
-
 def test_float32_adapters_beside_bfloat16() -> None:
     """As PEFT makes them by default."""
     model = block().bfloat16()
@@ -165,15 +138,6 @@ def test_weights_that_no_sample_reaches_are_refused(state: str) -> None:
     flash = GradSampleModuleFlashClipping(model.double())
     with raises("FC121", match=f"experts.* adapter 'default' .* {state}"):
         flash(*inputs(3, 5))
-
-
-def test_merged_and_frozen_adapters_match_autograd() -> None:
-    """The router is trained on."""
-    model = with_lora(block(), modules_to_save=["router"])
-    model.merge_adapter()
-    for name, param in model.named_parameters():
-        param.requires_grad_("modules_to_save" in name)
-    check(model, inputs(3, 5))
 
 
 def test_other_wrapped_parameters_have_no_rule() -> None:

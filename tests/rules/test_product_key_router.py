@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import flash_clipping
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter, factors, product_key_experts
 from flash_clipping.layers.product_key_experts import ExpertTables
@@ -85,15 +84,6 @@ def test_norms_match_torch_func(options: dict[str, Any]) -> None:
         assert_close(model.get_parameter(name).grad, grad, 1e-9 * max(1.0, 1e-5 * slack), name)
 
 
-@pytest.mark.parametrize("trained", ["router", "tables.down", "tables.up", "tables", "after"])
-def test_parts_of_a_model(trained: str) -> None:
-    model = Model(heads=2).double()
-    for name, param in model.named_parameters():
-        param.requires_grad_(trained in name)
-    assert any(param.requires_grad for param in model.parameters())
-    check_by_autograd(model, inputs(3, 5), squares, steps=1)
-
-
 @pytest.mark.parametrize("second", [2, 3])
 def test_tables_that_are_used_twice(second: int) -> None:
     """By routers that choose as many experts, or not as many."""
@@ -109,22 +99,6 @@ def test_tables_that_are_used_twice(second: int) -> None:
             return self.after(h + self.experts.tables(h, indices, scores.exp()))
 
     check_by_autograd(Twice().double(), inputs(3, 5), squares, steps=1)
-
-
-def test_rows_that_were_declared() -> None:
-    """Tokens of any samples, in any order: ``flash_clipping.samples``."""
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
-
-    class Shuffled(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            (B, T), h = x.shape[:2], self.before(x)
-            mixed = order[order < B * T]
-            with flash_clipping.samples(mixed // T, count=B):
-                y = self.experts(h.flatten(0, 1)[mixed])
-            y = torch.zeros_like(y).index_copy(0, mixed, y).view_as(h)
-            return self.after(torch.tanh(h + y))
-
-    check_by_autograd(Shuffled(experts=9, k=3, heads=2).double(), inputs(4, 5), squares, steps=1)
 
 
 @pytest.mark.parametrize("module", [product_key_experts, factors])
@@ -205,39 +179,3 @@ def test_no_expert_adds_nothing_and_has_no_gradient() -> None:
         for tables in (model.tables, plain.tables):
             for table in (tables.down, tables.up):
                 assert not table.grad[[0, 1, 8, 9]].any()
-
-
-def test_tokens_without_experts_may_hold_anything() -> None:
-    """Padding is not read by the router, and no expert reads it."""
-    torch.manual_seed(0)
-    layer = ProductKeyExperts(D, 49, 5, heads=2).double()
-    x = torch.randn(3, 4, D, dtype=torch.float64)
-    valid = torch.ones(3, 4, dtype=torch.bool)
-    valid[:, 2] = False
-    results = []
-    for value in (0.0, NAN):
-        x[:, 2] = value
-        leaf = x.clone().requires_grad_()
-        layer.zero_grad()
-        y = layer(leaf, valid)
-        (y.square() * valid.unsqueeze(-1)).sum().backward()
-        results.append([y, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
-        assert not y[:, 2].any() and not leaf.grad[:, 2].any()
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
-    scores, indices = layer.router(x, valid)
-    assert (indices[:, 2] == -1).all() and (scores[:, 2] == -torch.inf).all()
-    assert (indices[:, [0, 1, 3]] >= 0).all()
-
-
-@pytest.mark.parametrize("axes", [(0, 5), (3, 0)], ids=str)
-def test_batches_without_samples_or_tokens_give_zeros(axes: tuple[int, ...]) -> None:
-    model = Model(heads=2, padding=True).double()
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    flash(*inputs(2, 5)).sum().backward()
-    model.zero_grad()
-    if not axes[0]:  # a row of nobody
-        flash.expect_samples(0)
-    flash(*inputs(max(1, axes[0]), axes[1])).sum().backward()
-    for table in (model.experts.tables.down, model.experts.tables.up):
-        assert table.grad is not None and not table.grad.any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +9,8 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled import layout
-from flash_clipping.factors import LinearGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.runtime import backend, tables
 from flash_clipping.rules import linear
-from flash_clipping.rules.registry import GradRequest, find_rule
 from tests.support.cases import bound_between, check_case, step_case
 from tests.support.models import Case, ids
 from tests.support.oracle import per_sample_truth
@@ -52,35 +48,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(tables, "WORTH_A_COPY", 1)
     return made
-
-
-def factors_of(layer: nn.Module, x: Tensor, G: Tensor, *params: str) -> Mapping[str, PerSampleGrad]:
-    rule = find_rule(layer)
-    assert rule is not None
-    _, saved = rule.forward(layer, x)
-    return rule.backward(layer, saved, G, GradRequest((True,), frozenset(params), "auto"))[1]
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (3, 2, 5), (3,)], ids=str)
-def test_weight_and_bias_read_one_copy(shape: tuple, copies: list[Tensor]) -> None:
-    layer = nn.Linear(8, 9).half()
-    x, G = torch.randn(*shape, 8).half(), torch.randn(*shape, 9).half()
-    factors = factors_of(layer, x, G, "weight", "bias")
-    weight, bias = factors["weight"], factors["bias"]
-    assert isinstance(weight, LinearGrad) and isinstance(bias, SumGrad) and len(copies) == 1
-    assert weight.G_BTp.data_ptr() == bias.rows_BTn.data_ptr() == copies[0].data_ptr()
-    assert torch.equal(weight.G_BTp, G.reshape(weight.G_BTp.shape))
-    assert weight.G_BTp.stride(1) == 16
-    factors_of(layer, x, G, "bias")  # which is summed at once
-    assert len(copies) == 1
-
-
-def test_a_weight_that_is_stored_transposed(copies: list[Tensor]) -> None:
-    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(9, 8)
-    x, G = torch.randn(3, 5, 8), torch.randn(3, 5, 9)
-    weight = factors_of(layer, x, G, "weight", "bias")["weight"]
-    assert isinstance(weight, LinearGrad) and len(copies) == 1
-    assert torch.equal(weight.A_BTd, G) and weight.A_BTd.stride(1) == 12
 
 
 class Language(nn.Module):
