@@ -133,8 +133,9 @@ def bias_alone() -> nn.Module:
 
 def declared(index: Callable[[Tensor], Any], count: Any = None) -> Callable[..., Tensor]:
     def use(m: Any, x: Tensor) -> Tensor:
+        found = m.first(x).flatten(0, 1)
         with samples(index(x), count=len(x) if count is None else count):
-            return m.layer(m.first(x).flatten(0, 1)).view(len(x), -1)
+            return m.layer(found).view(len(x), -1)
 
     return use
 

@@ -12,6 +12,7 @@ from tests.support.recorded import recorded_factors
 from tests.zoo import (
     attention,
     constants,
+    declared,
     experts,
     folded,
     layers,
@@ -32,6 +33,7 @@ CASES: dict[str, ModelCase] = {
         shared,
         rows,
         constants,
+        declared,
         spelled,
         folded,
         outputs,
