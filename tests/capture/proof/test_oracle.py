@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flash_clipping import register_rule
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.oracle import WORDS
+from flash_clipping.factors import PerSampleGrad
+from flash_clipping.rules.linear import LinearRule
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.proving import (
     nothing_else_is_shown,
@@ -40,6 +43,27 @@ def test_another_model_is_not(name: str) -> None:
 # -- rules that are wrong --------------------------------------------------------------------------
 
 
+class _Wrong(PerSampleGrad):
+    """Per-sample gradients whose norms, or whose sum, are off."""
+
+    def __init__(self, grads: Tensor, norm: float = 1.0, sum: float = 1.0) -> None:
+        self.grads, self.norm, self.sum = grads, norm, sum
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.grads)
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return self.grads.flatten(1).square().sum(1) * self.norm**2
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        coef_B = torch.ones(len(self.grads)) if coef_B is None else coef_B
+        return torch.tensordot(coef_B, self.grads, 1) * self.sum
+
+    def dense(self) -> Tensor:
+        return self.grads
+
+
 class Faulty(nn.Linear):
     """A linear layer with a rule of its own, which is wrong by two in a hundred."""
 
@@ -50,6 +74,14 @@ class FaultyNorm(Faulty):
 
 class FaultySum(Faulty):
     pass
+
+
+@register_rule(Faulty)
+class _FaultyRule(LinearRule):
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Any) -> Any:
+        grad_input, factors = super().backward(layer, saved, grad_output, needs)
+        off = {"norm": 1.02} if isinstance(layer, FaultyNorm) else {"sum": 1.02}
+        return grad_input, {name: _Wrong(f.dense(), **off) for name, f in factors.items()}
 
 
 def with_layer(layer: nn.Module) -> nn.Module:
