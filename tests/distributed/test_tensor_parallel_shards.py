@@ -128,4 +128,5 @@ def test_what_is_not_served_is_refused_by_name(found: list[Found]) -> None:
     for of_rank in found:
         replicas, without_data = of_rank["refused"]
         assert "a mesh of 3 dimensions" in replicas
-        assert "2 of 4 processes" in without_data
+        assert "4 processes of torch.distributed" in without_data
+        assert "Call fully_shard over the data dimension of the mesh" in without_data
