@@ -208,7 +208,7 @@ class Tap(FactorSource):
 
     def _kind_of(self, x: Tensor) -> tuple[Any, ...]:
         """What must be the same in each call that takes the short way, also in the midst of a
-        forward. Where parameters are is asked once a call (``ParameterGuards.watch_new``)."""
+        forward. Where parameters are is asked once a call (``ModelParameters.watch_new``)."""
         layer, params = self.layer, self.layer._parameters.values()
         own = *map(id, params), *map(getattr, params, repeat("requires_grad"), repeat(None))
         return x.dtype, x.device, len(layer.__dict__), len(layer._buffers), *own

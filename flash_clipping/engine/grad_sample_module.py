@@ -35,7 +35,7 @@ from flash_clipping.engine import wings
 from flash_clipping.engine.grad_ledger import GradLedger, Norms, checked_bound
 from flash_clipping.engine.installed_taps import InstalledTaps
 from flash_clipping.engine.loss_graph import LossLook
-from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, TrainableParameters
+from flash_clipping.engine.model_watch import ModelParameters, ModelWatch
 from flash_clipping.engine.module_proxy import ModuleProxy
 from flash_clipping.engine.options import (
     Kernels,
@@ -160,7 +160,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: ``cuda_graphs="auto"``: what replays calls of the model.
         self._graphs: Any = None
         self._loss_look = LossLook(m)
-        self._trainable = TrainableParameters([part for part in m.modules() if part._parameters])
+        self._trainable = ModelParameters(m)
         options = ClipOptions(
             clip=self._clip,
             note_sums=self.running_step.note_sums,
@@ -233,8 +233,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             by_function=force_functorch,
             folded_modules=self.folded_modules,
         )
-        self._guards = ParameterGuards(root, self._trainable, self._session, handles)
-        self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
+        self._trainable.watch(wrapper, self._session, handles)
+        self._watch = ModelWatch(self._trainable, self._taps, self.strict)
         if self.unit is not None:
             take_map = self.follow_rows().take_map
             handles.append(root.register_forward_pre_hook(take_map, with_kwargs=True))
@@ -242,7 +242,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         own_losses = wings.own_losses(root, self._session, handles)  # first: it knows the losses
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
-        self._installed = [self._taps, own_losses, self._guards]
+        self._installed = [self._taps, own_losses, self._trainable]
         if self._sharded is not None:
             self._watch.sharded = self._sharded
             self._sharded.add_last_hooks(handles, self._taps.all)

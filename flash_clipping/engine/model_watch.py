@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, repeat
@@ -61,18 +60,35 @@ _MODE, _PLACE = operator.attrgetter("training"), operator.attrgetter("dtype", "d
 _CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
 
 
-class TrainableParameters:
-    """The parameters of these modules that are trainable now, each once, in their order: the same
-    list again while nothing changes."""
+class ModelParameters:
+    """The parameters of a wrapped model. Called, it gives those that are trainable now, each once,
+    in their order: the same list again while nothing changes.
 
-    def __init__(self, owners: Sequence[nn.Module]):
-        self.owners = owners
+    From :meth:`watch` on they are watched, and ``p.grad`` may hold sums in fp32.
+
+    Attributes:
+        root: the model.
+        modules: of the wrapper, or of the model where it is not wrapped: all that were there when
+            :meth:`check` last looked.
+        count: how many parameters are watched.
+    """
+
+    session: ClippingSession
+
+    def __init__(self, root: nn.Module):
+        self.root, self.count = root, 0
+        self._owners = [module for module in root.modules() if module._parameters]
         self._seen: tuple[list[int], list[bool]] | None = None
         self._found: list[nn.Parameter] = []
+        self._guarded: dict[int, nn.Parameter] = {}
+        self._looked_at: list[nn.Parameter] | None = None
+        self._places: list[tuple[torch.dtype, torch.device]] = []
+        #: Parameters whose gradients had to have their dtype before.
+        self._of_one_dtype: list[nn.Parameter] = []
 
     def __call__(self) -> list[nn.Parameter]:
         # Every step asks twice: walking the module tree takes milliseconds, and a loop a tenth.
-        held = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.owners)))]
+        held = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self._owners)))]
         is_trainable = [*map(getattr, held, repeat("requires_grad"), repeat(False))]
         seen = [*map(id, held)], is_trainable
         if seen != self._seen:
@@ -80,35 +96,27 @@ class TrainableParameters:
             self._seen = seen
         return self._found
 
-
-class ParameterGuards:
-    """Watches the trainable parameters of a wrapped model, and lets ``p.grad`` hold sums in fp32.
-
-    Hooks are added to ``handles``; to remove those ends the watch.
-    """
-
-    def __init__(
+    def watch(
         self,
-        root: nn.Module,
-        trainable: TrainableParameters,
+        wrapper: nn.Module,
         session: ClippingSession,
         handles: list[Any],
         why: str = _PAST_THE_TAP,
-    ):
-        self.root, self.trainable, self.session = root, trainable, session
-        self.handles, self._why = handles, why
-        #: How many parameters are watched.
-        self.count = 0
-        self._guarded: dict[int, nn.Parameter] = {}
-        self._looked_at: list[nn.Parameter] | None = None
-        self._places: list[tuple[torch.dtype, torch.device]] = []
-        #: Parameters whose gradients had to have their dtype before.
-        self._of_one_dtype: list[nn.Parameter] = []
+    ) -> None:
+        """Watch the parameters, by hooks that are added to ``handles``: to remove those, and
+        :meth:`remove`, end the watch."""
+        self.wrapper, self.session, self.handles, self._why = wrapper, session, handles, why
+        self._look()
+        #: Modules that had parameters, and so have a tap, or a parent that covers them.
+        self._served = {
+            m for m in self.modules if any(p is not None for p in m._parameters.values())
+        }
+        self.watch_new()
 
     def watch_new(self) -> bool:
         """Watch parameters that have become trainable since the last look; whether any has.
         ``FlashClippingError`` if one is complex, or a user's hook is on any."""
-        found, guarded = self.trainable(), self._guarded
+        found, guarded = self(), self._guarded
         # Each has one hook of ours; the loop over their names runs where there are more.
         hooks = filter(None, map(hooks_of_parameter, found))
         if sum(map(len, hooks)) > len(found) or any(map(awaits_gradient, found)):
@@ -144,26 +152,8 @@ class ParameterGuards:
             if param.grad is None or param.grad.dtype == param.dtype:
                 param.grad_dtype = param.dtype
 
-
-class Structure:
-    """The modules and parameters of a model as it was wrapped.
-
-    ``root`` is the wrapper, or the model itself where it is not wrapped; ``modules`` are all that
-    were there when this was last checked.
-    """
-
-    def __init__(self, root: nn.Module):
-        self.root = root
-        self._look()
-        #: Modules that had parameters, and so have a tap, or a parent that covers them.
-        self._served = {
-            module
-            for module in self.modules
-            if any(param is not None for param in module._parameters.values())
-        }
-
     def _look(self) -> None:
-        self.modules = [*self.root.modules()]
+        self.modules = [*self.wrapper.modules()]
         self._parts = self._parts_now()
 
     def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
@@ -179,7 +169,7 @@ class Structure:
         # Lists of tensors cannot be compared by ==, and modules need not be.
         if len(before) == len(now) and all(map(operator.is_, before, now)):
             return
-        for path, module in self.root.named_modules():
+        for path, module in self.wrapper.named_modules():
             if module in self._served:
                 continue
             for name, param in module._parameters.items():
@@ -198,18 +188,14 @@ class ModelWatch:
     """Looks at a wrapped model when its forward begins, when it is proven, when it has ended.
 
     Args:
-        wrapper: the wrapped model; the model itself where it is used as it is.
-        taps, guards: the model's.
+        parameters, taps: the model's; the parameters are watched.
         strict: whether buffers that forward changes are refused.
     """
 
-    def __init__(
-        self, wrapper: nn.Module, taps: InstalledTaps, guards: ParameterGuards, strict: bool
-    ):
-        root, session = guards.root, guards.session
-        self.wrapper, self.root, self.session = wrapper, root, session
-        self.taps, self.guards = taps, guards
-        self._structure = Structure(wrapper)
+    def __init__(self, parameters: ModelParameters, taps: InstalledTaps, strict: bool):
+        root, session = parameters.root, parameters.session
+        self.root, self.session = root, session
+        self.taps, self.parameters = taps, parameters
         self._buffers = BufferWatch(root, session) if strict else None
         self._embeddings = embeddings_of(root)
         self._batch_norms = batch_norms_of(root)
@@ -223,7 +209,6 @@ class ModelWatch:
         self.gate = Gate()
         #: Whether a pipeline's norms are those of all its stages.
         self.in_private_schedule = False
-        guards.watch_new()
 
     def before_forward(self, module: nn.Module) -> bool:
         """Watch new parameters, take over what was compiled, and refuse what cannot be clipped.
@@ -237,13 +222,15 @@ class ModelWatch:
         if self._batch_norms:
             refuse_batch_norms(self._batch_norms)
         if self._buffers is not None:
-            self._buffers.before_forward(self._structure.modules)
-        if self.guards.watch_new():
+            self._buffers.before_forward(self.parameters.modules)
+        if self.parameters.watch_new():
             self._looked_around = False
         if self._looked_around:
             return False
         self.session.recover()  # no stand-in of a failed step may be in the way
-        refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
+        refuse_since(
+            self.parameters.wrapper, () if self.sharded is None else self.sharded.slots.gathering
+        )
         if not is_dynamo_compiling():
             self.taps.regions.find(self.taps.of_root)
         self._looked_around = True
@@ -260,8 +247,8 @@ class ModelWatch:
         arguments but for their values, and what may have changed since the last one. ``tensors``
         are those in its arguments."""
         session, gate = self.session, self.gate
-        kind: list[Any] = [session.proof.epoch, self.guards.count]
-        kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self._structure.modules)])
+        kind: list[Any] = [session.proof.epoch, self.parameters.count]
+        kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self.parameters.modules)])
         for x in tensors:
             kind.append(x.shape)
         if not tensors and torch.is_grad_enabled():
@@ -279,7 +266,7 @@ class ModelWatch:
         if is_covered:
             self._audit(subject, gate.take_audit())
         elif self.prove_if(not self._is_proven(module, args, kwargs), subject):
-            session.proof.proven_with = self.guards.count
+            session.proof.proven_with = self.parameters.count
         else:
             # Processes of shards must ask each other; and what is known may depend on sizes.
             depends = self.sharded is not None or session.known.depends_on_sizes
@@ -295,7 +282,7 @@ class ModelWatch:
     def _is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it was shown which rows are samples in calls such as this one."""
         session = self.session
-        if session.proof.proven_with != self.guards.count:
+        if session.proof.proven_with != self.parameters.count:
             return False
         if self.sharded is not None:  # its processes look at the beginning only
             return True
@@ -319,7 +306,7 @@ class ModelWatch:
             if self.sharded is not None:
                 run = partial(self._prove, subject, call, positions)
                 forward = partial(subject.root.forward, *subject.args, **subject.kwargs)
-                return self.sharded.together.rehearse(wanted, self.guards.count, run, forward)
+                return self.sharded.together.rehearse(wanted, self.parameters.count, run, forward)
             if wanted:
                 self._prove(subject, call, positions)
             elif call is None and positions is None and self.gate.is_due():
@@ -359,7 +346,7 @@ class ModelWatch:
                 subject = prove(subject, call)
                 self._has_bags |= bool(subject.offsets or subject.bags)
             else:
-                prove_positions(subject, positions, self.guards.count)
+                prove_positions(subject, positions, self.parameters.count)
         return subject
 
     def _audit(self, subject: Subject, audit: int = 0) -> None:
@@ -368,7 +355,7 @@ class ModelWatch:
             with self.taps.regions.as_compiled():
                 if audit and self._has_bags:
                     subject = subject.of_bags(Runs(subject).look((subject.args, subject.kwargs)))
-                self.gate.examine(subject, self.guards.count, audit)
+                self.gate.examine(subject, self.parameters.count, audit)
 
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -376,7 +363,7 @@ class ModelWatch:
         """Refuse changed buffers, trainable parameters without a tap, and in backward gradients of
         outputs that are not each sample's own."""
         if self._buffers is not None:
-            self._buffers.after_forward(self._structure.modules)
+            self._buffers.after_forward(self.parameters.modules)
         if torch.is_grad_enabled():
-            self._structure.check()
+            self.parameters.check()
             self.gate.refuse(module, self.session, args, kwargs, output)

@@ -55,9 +55,9 @@ from flash_clipping.engine.sampling.loaders import (
     refuse_loader,
     refuse_no_batch,
     refuse_repeats,
+    warn_of_mixing,
     watch_sampling,
 )
-from flash_clipping.engine.sampling.mixing import warn_of_mixing
 from flash_clipping.engine.sampling.units import Documents, Users
 from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
 from flash_clipping.errors import InvalidValue, checked_number, warn

@@ -88,7 +88,7 @@ class ToldRows:
             return Told(draw, nobody, units, is_known=nobody and looked)
         if session.may_prove():
             subject = watch.subject(module, args, kwargs)
-            unknown = len(units.map) > 0 and subject.kind.apart != watch.guards.count
+            unknown = len(units.map) > 0 and subject.kind.apart != watch.parameters.count
             watch.prove_if(unknown, subject, positions=units)
         return Told(draw, nobody, units, is_known=True)
 

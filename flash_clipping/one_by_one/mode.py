@@ -47,7 +47,6 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.loss_graph import walk
-from flash_clipping.engine.model_watch import ParameterGuards, Structure
 from flash_clipping.engine.told_rows import draw_of
 from flash_clipping.engine.unsupported import PIPELINES, refuse_around, refuse_in_pipeline
 from flash_clipping.errors import FlashClippingError, warn
@@ -120,11 +119,8 @@ class OneByOne:
     def __init__(self, model: GradSampleHooksFlashClipping, wrapper: nn.Module, handles: list[Any]):
         self.model, self.root, self.session = model, model._module, model._session
         self.session.calls.backward_pass_class = self.new_pass
-        self.guards = ParameterGuards(
-            self.root, model._trainable, self.session, handles, _PAST_THE_SAMPLES
-        )
-        self.guards.watch_new()
-        self._structure = Structure(wrapper)
+        self.parameters = model._trainable
+        self.parameters.watch(wrapper, self.session, handles, _PAST_THE_SAMPLES)
         self._buffers = BufferWatch(self.root, self.session) if model.strict else None
         #: Arguments that were lists of samples, and lists of inputs of all samples.
         self._are_samples: dict[str, bool] = {}
@@ -147,7 +143,7 @@ class OneByOne:
 
     def remove(self) -> None:
         """The root's call, and the dtypes that gradients have to have, are as they were."""
-        self.guards.remove()
+        self.parameters.remove()
         self.root._compiled_call_impl = self._compiled
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,7 +185,7 @@ class OneByOne:
         groups = self._groups(batch, forward)
         samples = Samples(forward, session, len(groups))
         self._calls.add(samples)
-        found = _Found(self._structure.modules, batch.given)
+        found = _Found(self.parameters.modules, batch.given)
         outputs: list[Any] = []
         kept: list[dict[Any, Any]] = []
         runs: list[_Run] = []
@@ -216,8 +212,8 @@ class OneByOne:
             if functions := samples.functions_in(number, results, inputs):
                 runs[-1].surround(functions, left + found.on(aliases))
         if self._buffers is not None:
-            self._buffers.after_forward(self._structure.modules)
-        self._structure.check()
+            self._buffers.after_forward(self.parameters.modules)
+        self.parameters.check()
         groups = [rows for rows in groups if rows]
         join = Joined(groups, session.options.batch_axis, session.options.loss_reduction == "mean")
         join.ways = self._ways_to_join(call, batch, groups, outputs)
@@ -302,8 +298,8 @@ class OneByOne:
         if PIPELINES in sys.modules:
             refuse_in_pipeline(self.root)
         if self._buffers is not None:
-            self._buffers.before_forward(self._structure.modules)
-        self.guards.watch_new()
+            self._buffers.before_forward(self.parameters.modules)
+        self.parameters.watch_new()
         if kwargs.get("num_items_in_batch") is not None:
             raise FlashClippingError(
                 "FC442 the model: found num_items_in_batch in mode='one_by_one'. A number that is "

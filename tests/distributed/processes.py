@@ -251,7 +251,7 @@ def clipped_step(
                 off = (of_param - expected.to(of_param.device)).abs().max()
                 errors.append(float(off / whole.norms.max()))
     together = flash._sharded.together
-    settled = together._settled_with == flash._guards.count
+    settled = together._settled_with == flash._trainable.count
     flash.to_standard_module()
     left = [x for module in model.modules() for x in vars(module).values()]
     assert not any(isinstance(x, Region) for x in left)

@@ -458,7 +458,7 @@ def documents_in_rows(
         packed.losses(output).sum().backward()
         errors.append(error(flash.get_norm_sample(), truth.norms[mine]))
         errors += errors_of_sums(model, truth.clipped(C))
-    settled = flash._sharded.together._settled_with == flash._guards.count
+    settled = flash._sharded.together._settled_with == flash._trainable.count
     return {"error": max(errors), "settled": settled}
 
 

@@ -138,7 +138,7 @@ def clipped_step(
     return {
         "error": max(errors),
         "alike": all(torch.equal(coefs, other) for other in others),
-        "settled": wrapped._sharded.together._settled_with == flash._guards.count,
+        "settled": wrapped._sharded.together._settled_with == flash._trainable.count,
         "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
     }
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.engine.criterion import compares_samples
 from flash_clipping.engine.loss_graph import LossLook
-from flash_clipping.engine.separable import compares_samples
 from tests.support.autograd import mean_squares
 from tests.support.errors import raises, warns
 from tests.support.wrapping import MODES

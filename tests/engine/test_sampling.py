@@ -32,8 +32,7 @@ from torch.utils.data import (
 )
 
 from flash_clipping import FlashPrivacyEngine, NotPoissonWarning, Users
-from flash_clipping.engine.sampling.loaders import PoissonLoader
-from flash_clipping.engine.sampling.mixing import warn_of_mixing
+from flash_clipping.engine.sampling.loaders import PoissonLoader, warn_of_mixing
 from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoissonSampler
 from flash_clipping.engine.sampling.streams import StreamedDataset
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning
