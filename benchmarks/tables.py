@@ -10,16 +10,13 @@ writes the page.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import runpy
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -48,18 +45,12 @@ class Table:
     cold: bool = False
 
 
-_LIST = Path(__file__).with_name("tables.yaml")
-
-
-def _listed(on: str) -> dict[str, Table]:
-    rows = yaml.safe_load(_LIST.read_text(encoding="utf-8"))[on]
-    return {
-        name: Table(row) if isinstance(row, str) else Table(**row) for name, row in rows.items()
-    }
-
-
+_LISTED = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 #: By the name of their files, the most wanted first.
-ON_A_GPU, ON_A_CPU = _listed("gpu"), _listed("cpu")
+ON_A_GPU, ON_A_CPU = (
+    {name: Table(**({"command": row} if isinstance(row, str) else row)) for name, row in of.items()}
+    for of in (_LISTED["gpu"], _LISTED["cpu"])
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,17 +82,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for name, table in chosen.items():
             console.print(f"{name}: python -m benchmarks {table.command}", soft_wrap=True)
         return 0
-    most = _shares(options.on)
+    on_gpu = options.on == "gpu"
+    processors = sorted(os.sched_getaffinity(0))
+    most = min(len(processors), max(torch.cuda.device_count(), 1)) if on_gpu else len(processors)
     if not 1 <= options.at_once <= most:
         raise UsageError(
             f"--at-once: found {options.at_once}; expected 1 to {most}, as each takes a "
-            f"{'GPU and a ' if options.on == 'gpu' else ''}processor"
+            f"{'GPU and a ' if on_gpu else ''}processor"
         )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.tables", "transformers"])
     options.results.mkdir(parents=True, exist_ok=True)
+    card = _card() if on_gpu else "cpu"
     begin = time.monotonic()
-    free: SimpleQueue[int] = SimpleQueue()
+    each = len(processors) // options.at_once
+    free: SimpleQueue[int] = SimpleQueue()  # parts of the machine
     for share in range(options.at_once):
         free.put(share)
 
@@ -110,19 +103,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.seconds is not None and since - begin > options.seconds:
             console.print(f"{name}: not begun")
             return False
-        share, table = free.get(), chosen[name]
-        arguments = (options.on, name, table, options.results, options.revision)
-        process = context.Process(
-            target=measure, args=(*arguments, share, options.at_once), daemon=True
-        )
-        process.start()
-        process.join(table.seconds)
-        process.terminate()
-        process.join()
+        share = free.get()
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # of the log
+        if options.at_once > 1:
+            environment |= {"CUDA_VISIBLE_DEVICES": gpu_of(share), "OMP_NUM_THREADS": str(each)}
+        own = processors[share * each : (share + 1) * each]
+        path = options.results / f"{card}-{name}.json"
+        status = measure(chosen[name], path, options.revision, environment, own)
         free.put(share)
         took = time.monotonic() - since
-        console.print(f"{name}: exit status {process.exitcode} after {took:.0f} s")
-        return process.exitcode == 0
+        console.print(f"{name}: exit status {status} after {took:.0f} s")
+        return status == 0
 
     with ThreadPoolExecutor(options.at_once) as pool:
         measured = dict(zip(chosen, pool.map(is_measured, chosen), strict=True))
@@ -132,12 +123,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 1 if failed else 0
 
 
-def _shares(on: str) -> int:
-    """Of how many tables at once this machine can have a part for each."""
-    processors = len(os.sched_getaffinity(0))
-    return min(processors, max(torch.cuda.device_count(), 1)) if on == "gpu" else processors
-
-
 def gpu_of(share: int) -> str:
     """The GPU of this number among those that are visible, as CUDA names it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -145,33 +130,24 @@ def gpu_of(share: int) -> str:
 
 
 def measure(
-    on: str, name: str, table: Table, results: Path, revision: str | None, share: int, shares: int
-) -> None:
-    """One table, into its file and, as it is printed, a log beside it; ends the process.
-
-    Args:
-        share: which of ``shares`` parts of the machine it has: the GPU of this number, and as many
-            processors as the others.
-    """
-    if shares > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(share)
-        processors = sorted(os.sched_getaffinity(0))
-        each = len(processors) // shares
-        os.sched_setaffinity(0, processors[share * each : (share + 1) * each])
-        torch.set_num_threads(each)
-    path = results / f"{_card(on)}-{name}.json"
-    sys.argv = ["benchmarks", *shlex.split(table.command), "--json", str(path)]
-    sys.argv += ["--revision", revision] if revision else []
-    with tempfile.TemporaryDirectory() as folder:
+    table: Table, path: Path, revision: str | None, environment: dict[str, str], own: list[int]
+) -> int:
+    """One table by a process with ``own`` processors, into its file and, as it is printed, a log
+    beside it; its exit status."""
+    command = [sys.executable, "-m", "benchmarks", *shlex.split(table.command), "--json", str(path)]
+    command += ["--revision", revision] if revision else []
+    with tempfile.TemporaryDirectory() as folder, path.with_suffix(".log").open("w") as log:
         if table.cold:
-            os.environ["TRITON_CACHE_DIR"] = folder
-        with path.with_suffix(".log").open("w", buffering=1) as log, redirect_stdout(log):
-            runpy.run_module("benchmarks", run_name="__main__")
+            environment["TRITON_CACHE_DIR"] = folder
+        process = subprocess.Popen(command, env=environment, stdout=log)
+        os.sched_setaffinity(process.pid, own)
+        try:
+            return process.wait(table.seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return process.wait()
 
 
-def _card(on: str) -> str:
+def _card() -> str:
     """``h100`` of "NVIDIA H100 80GB HBM3"."""
-    if on == "cpu":
-        return on
-    words: Sequence[str] = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()
-    return words[0].lower()
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0].lower()

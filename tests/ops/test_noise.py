@@ -239,9 +239,9 @@ def test_a_wrong_distribution_is_seen() -> None:
         "serial": torch.cat([good[:, :1], good[:, 1:] + 0.02 * good[:, :-1]], 1),
         "cross": torch.stack([good[0], good[1] + 0.02 * good[0]]),
     }
-    assert Statistics.of_normals([tuple(good)]).worst() < 5.5
+    assert Statistics([tuple(good)]).worst() < 5.5
     for name, normals in wrong.items():
-        found = Statistics.of_normals([tuple(normals)])
+        found = Statistics([tuple(normals)])
         assert found.worst(name) > 5.5, name
 
 
