@@ -179,12 +179,6 @@ class NonPrivate(Method):
         self.optimizer = self._new_optimizer(model)
 
 
-class NonPrivateGraph(NonPrivate):
-    """The same, replayed."""
-
-    graph = True
-
-
 class _Opacus(Method):
     """What a user of ``PrivacyEngine.make_private`` gets."""
 
@@ -325,34 +319,6 @@ class Flash(_Opacus):
         return (p.grad for p in self._trainable())
 
 
-class FlashTwoPass(Flash):
-    """Flash clipping, nothing kept between two backward passes."""
-
-    mode = "two_pass"
-
-
-class FlashGraph(Flash):
-    """Flash clipping, replayed."""
-
-    graph = True
-
-
-class FlashTwoPassGraph(FlashTwoPass):
-    """The same, replayed."""
-
-    graph = True
-
-
-class FlashAuto(Flash):
-    """Flash clipping whose forward and backward are replayed as CUDA graphs, unasked."""
-
-    cuda_graphs = "auto"
-
-    @property
-    def settling(self) -> int:
-        return 3  # the capture comes after them; what it allocates stays
-
-
 class FastDP(Method):
     """FastDP's MixOpt book-keeping, all-layer clipping, with its origin-parameter trick."""
 
@@ -414,22 +380,16 @@ class FlashDP(Method):
 
 
 class FlashNorm(OpacusGhost):
-    """FlashNorm's fork of Opacus, by its book-keeping in one backward pass."""
+    """FlashNorm's fork of Opacus, one backward pass: norms are fused into the weight gradients of
+    linear layers, which it puts in the place of PyTorch's."""
 
     package = "flashnorm"
-    grad_sample_mode = "flash_bk"
+    grad_sample_mode = "flash_fuse_bk"
 
     def _engine(self) -> Any:
         from flashnorm.privacy_engine import FlashNormPrivacyEngine
 
         return FlashNormPrivacyEngine()
-
-
-class FlashNormFused(FlashNorm):
-    """Norms fused into the weight gradients of linear layers, which it puts in the place of
-    PyTorch's."""
-
-    grad_sample_mode = "flash_fuse_bk"
 
     def _set_up(self, model: nn.Module) -> None:
         from flashnorm.grad_sample.fused_flash_linear import replace_linear_with_fused
@@ -437,21 +397,26 @@ class FlashNormFused(FlashNorm):
         super()._set_up(replace_linear_with_fused(model))
 
 
+def _but(method: type[Method], **attributes: Any) -> type[Method]:
+    """The same with other attributes."""
+    return type(method.__name__, (method,), attributes)
+
+
 METHODS: dict[str, type[Method]] = {
     "nonprivate": NonPrivate,
-    "nonprivate-graph": NonPrivateGraph,
+    "nonprivate-graph": _but(NonPrivate, graph=True),
     "flash": Flash,
-    "flash-graph": FlashGraph,
-    "flash-auto-graphs": FlashAuto,
-    "flash-two-pass": FlashTwoPass,
-    "flash-two-pass-graph": FlashTwoPassGraph,
+    "flash-graph": _but(Flash, graph=True),
+    # Replayed unasked; the capture comes after three steps, and what it allocates stays.
+    "flash-auto-graphs": _but(Flash, cuda_graphs="auto", settling=3),
+    "flash-two-pass": _but(Flash, mode="two_pass"),
+    "flash-two-pass-graph": _but(Flash, mode="two_pass", graph=True),
     "opacus-ghost": OpacusGhost,
     "opacus-randomized": OpacusRandomized,
     "opacus-hooks": OpacusHooks,
     "fastdp": FastDP,
     "flashdp": FlashDP,
-    "flashnorm": FlashNorm,
-    "flashnorm-fused": FlashNormFused,
+    "flashnorm-fused": FlashNorm,
 }
 
 

@@ -222,29 +222,14 @@ def cnn(name: str, *, batch: int, width: int, layers: int, size: int = 32) -> Wo
 # --------------------------------------------------------------------------------------------------
 
 
-class LoRALinear(nn.Module):
-    """A frozen linear layer plus a trained product of two narrow ones."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        # Training starts from zero; a benchmark wants gradients in both factors at once.
-        nn.init.normal_(self.up.weight, std=0.01)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze ``model`` and put adapters of this rank on every ``nn.Linear`` in it."""
-    model.requires_grad_(False)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and not isinstance(parent, LoRALinear):
-                setattr(parent, name, LoRALinear(child, rank))
-    return model
+    """Freeze ``model``, and put adapters of this rank on every ``nn.Linear`` in it. No factor is
+    zero, so that both have gradients."""
+    import peft
+
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    config = peft.LoraConfig(r=rank, target_modules=linears, init_lora_weights=False)
+    return peft.inject_adapter_in_model(config, model)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Small models wait for the host. On a CPU, every Triton launch is replaced by the
 its kernel; the rest of a step is the host's work on the way that a GPU takes. Figures: processor
 time of forward and backward beside the plain model's; that of the first step, which shows who is a
 sample, over a later one's, both with PyTorch's kernels; and calls per trainable layer, by the part
-of the library that makes them (as cProfile counts: Python functions and built-in ones, by their
-callers; calls that ``ops/`` makes are not counted).
+of the library that makes them (of Python functions and of built-in ones, as ``sys.setprofile``
+tells; calls that ``ops/`` makes are not counted).
 
 Results of such a step are wrong, as nothing is computed; its gradients are never used.
 
@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
 import importlib
 import os
-import pstats
 import statistics
 import sys
 import time
@@ -28,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,7 +72,8 @@ def _named(name: str) -> Model:
     return workload.build(), (inputs,), {}
 
 
-#: Small models with as many layers as those that they are named after, or half of them.
+#: Small models with as many layers as those that they are named after, or half of them; and a wide
+#: one, whose kernels are counted: attention, then convolutions up to the image's size.
 MODELS: dict[str, Callable[[], Model]] = {
     "bert": partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
     "smollm": partial(
@@ -84,11 +84,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     ),
     "qwen3-moe": partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
     "wrn": partial(_named, "wrn-tiny"),
-}
-
-#: Models whose kernels are counted, beside those of :mod:`benchmarks.models`: attention, then
-#: convolutions up to the image's size.
-WIDE: dict[str, Callable[[], Model]] = {
     "dpt": partial(
         _kind,
         "DPTForDepthEstimation",
@@ -104,7 +99,7 @@ WIDE: dict[str, Callable[[], Model]] = {
         fusion_hidden_size=128,
         is_hybrid=False,
         backbone_config=None,
-    )
+    ),
 }
 
 
@@ -115,14 +110,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Processor time of a step beside the plain model's and calls per trainable "
         "layer, on a CPU with stubbed kernels.",
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    some = [name for name in MODELS if name != "dpt"]
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=some)
     parser.add_argument(
         "--kernels",
         nargs="+",
-        choices=(*WIDE, *models.NAMES),
+        choices=(*MODELS, *models.NAMES),
         metavar="MODEL",
-        help="count the kernels of these models instead: "
-        f"{', '.join(WIDE)}, or what `step --model` takes",
+        help="count the kernels of these models instead: as --models, or as `step --model`",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of --kernels")
     parser.add_argument("--steps", type=int, default=60, help="steps of each that are timed")
@@ -166,66 +161,68 @@ def _step(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) ->
 
 def measure(name: str, steps: int) -> tuple[dict[str, Any], Counter[str]]:
     """Figures of one model, and the functions that its step calls most, per trainable layer."""
-    torch.manual_seed(0)
-    plain, *batch = MODELS[name]()
-    torch.manual_seed(0)
-    both = {"plain": plain, "private": GradSampleModuleFlashClipping(MODELS[name]()[0])}
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(MODELS[name]())
+    (plain, *batch), (other, *_) = made
+    both = {"plain": plain, "private": GradSampleModuleFlashClipping(other)}
     _step(plain, *batch)
-    with_kernels: list[float] = []  # of the first step, in which all is proven, and later ones
-    for _ in range(6):
-        start = time.process_time()
-        _step(both["private"], *batch)
-        with_kernels.append(time.process_time() - start)
+    # With kernels: the first step, in which all is proven, and later ones.
+    first, _, *later = [_seconds(both["private"], batch) for _ in range(6)]
     times: dict[str, list[float]] = {key: [] for key in both}
     with no_kernels():
-        for number in range(steps + 4):
+        for _ in range(steps + 4):
             for key, model in both.items():
-                start = time.process_time()
-                _step(model, *batch)
-                if number >= 4:  # plans are made
-                    times[key].append(time.process_time() - start)
-        profile = cProfile.Profile()
+                times[key].append(_seconds(model, batch))
         both["private"].zero_grad(set_to_none=True)
-        profile.enable()
-        _loss(both["private"], *batch).backward()
-        profile.disable()
+        by_part, by_function = _calls(lambda: _loss(both["private"], *batch).backward())
     layers = sum(
         any(p.requires_grad for p in module.parameters(recurse=False)) for module in plain.modules()
     )
-    by_part: Counter[str] = Counter()
-    by_function: Counter[str] = Counter()
-    for callee, (_, _, _, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        for caller, counts in callers.items():
-            part = _part_of(caller[0])
-            if part is not None:
-                by_part[part] += counts[1]
-                where = f"{Path(caller[0]).relative_to(LIBRARY)}: {caller[2]} -> {callee[2]}"
-                by_function[where] += counts[1]
-    medians = {key: 1e3 * statistics.median(found) for key, found in times.items()}
+    medians = {key: 1e3 * statistics.median(found[4:]) for key, found in times.items()}
     row = {
         "model": name,
         "layers": layers,
         "plain_ms": medians["plain"],
         "private_ms": medians["private"],
         "ratio": medians["private"] / medians["plain"],
-        "first_over_later": with_kernels[0] / statistics.median(with_kernels[2:]),
-        "calls_per_layer": sum(by_part.values()) / layers,
+        "first_over_later": first / statistics.median(later),
+        "calls_per_layer": by_part.total() / layers,
         "calls_by_part": {part: count / layers for part, count in by_part.most_common()},
     }
     return row, Counter({where: round(count / layers, 1) for where, count in by_function.items()})  # type: ignore[misc]
 
 
-class _Hopper:
-    """What Triton asks its driver for a kernel to compile."""
+def _seconds(model: nn.Module, batch: Any) -> float:
+    start = time.process_time()
+    _step(model, *batch)
+    return time.process_time() - start
 
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self) -> int:
-        return 0
+def _calls(work: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
+    """Calls that the library makes in this thread: by its :data:`PARTS`, and by functions."""
+    by_part: Counter[str] = Counter()
+    by_function: Counter[str] = Counter()
 
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        if event not in ("call", "c_call"):
+            return
+        caller = frame if event == "c_call" else frame.f_back
+        path = Path(caller.f_code.co_filename if caller else "")
+        if caller and path.is_relative_to(LIBRARY):
+            file = path.relative_to(LIBRARY)
+            if file.parts[0] in PARTS:
+                by_part[file.parts[0]] += 1
+                name = called.__name__ if event == "c_call" else frame.f_code.co_name
+                by_function[f"{file}: {caller.f_code.co_name} -> {name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return by_part, by_function
 
 
 @contextlib.contextmanager
@@ -249,14 +246,17 @@ def asked_for() -> Iterator[set[tuple[str, str]]]:
     def on_gpu(choose: Callable[..., str]) -> Callable[..., str]:
         return lambda _, *args, **kwargs: choose("cuda", *args, **kwargs)
 
-    facts: dict[str, Any] = {
-        "sm_count": lambda _: 132,
-        "generation": lambda _: 9,
-        "is_hopper": lambda _: True,
-        "starts_early": lambda _: True,
-    }
+    # What Triton asks its driver for a kernel to compile.
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    hopper = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    facts: dict[str, Any] = {"sm_count": lambda _: 132, "generation": lambda _: 9}
+    facts |= dict.fromkeys(("is_hopper", "starts_early"), lambda _: True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(driver, "_active", _Hopper()))
+        stack.enter_context(mock.patch.object(driver, "_active", hopper))
         stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", note))
         stack.enter_context(mock.patch.multiple(tiles, **facts))
         stack.enter_context(mock.patch.multiple(backend, compilation=found, resolve=resolved))
@@ -296,7 +296,7 @@ def kernels_of(name: str, dtype: torch.dtype) -> Counter[str]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UsageError("TRITON_INTERPRET is 1: nothing is compiled. Unset it to count kernels.")
     torch.manual_seed(0)
-    model, *batch = WIDE[name]() if name in WIDE else _named(name)
+    model, *batch = MODELS[name]() if name in MODELS else _named(name)
     batch = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
     wrapped = GradSampleModuleFlashClipping(model.to(dtype))
     comparison = mock.patch.object(Gate, "examine", lambda *_: None)
@@ -305,52 +305,29 @@ def kernels_of(name: str, dtype: torch.dtype) -> Counter[str]:
     return Counter(kernel for kernel, _ in found)
 
 
-def _count_kernels(options: argparse.Namespace, console: Console) -> int:
-    table = Table("model", "kernels", "of these")
-    rows = []
-    for name in options.kernels:
-        count = kernels_of(name, DTYPES[options.dtype])
-        rows.append({"model": name, "dtype": options.dtype, "kernels": dict(sorted(count.items()))})
-        each = ", ".join(f"{kernel} {n}" for kernel, n in sorted(count.items()))
-        table.add_row(name, str(count.total()), each)
-    console.print(table)
-    write_json(options.json, _record(options, rows))
-    return 0
-
-
-def _record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
-
-
-def _part_of(file: str) -> str | None:
-    path = Path(file)
-    if not path.is_relative_to(LIBRARY):
-        return None
-    part = path.relative_to(LIBRARY).parts[0]
-    return part if part in PARTS else None
-
-
 def run(options: argparse.Namespace, console: Console) -> int:
+    rows: list[dict[str, Any]] = []
     if options.kernels:
-        return _count_kernels(options, console)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows = []
-    try:
+        table = Table("model", "kernels", "of these")
+        for name in options.kernels:
+            kernels = dict(sorted(kernels_of(name, DTYPES[options.dtype]).items()))
+            rows.append({"model": name, "dtype": options.dtype, "kernels": kernels})
+            each = ", ".join(f"{kernel} {n}" for kernel, n in kernels.items())
+            table.add_row(name, str(sum(kernels.values())), each)
+    else:
+        heads = "model", "layers", "plain ms", "private ms", "ratio", "first step", "calls a layer"
+        table = Table(*heads, "by part")
+        torch.set_num_threads(1)
         for name in options.models:
             row, functions = measure(name, options.steps)
             rows.append(row)
             for where, count in functions.most_common(options.calls):
-                print(f"  {count:6.1f}  {where}", file=sys.stdout)
-    finally:
-        torch.set_num_threads(threads)
-    heads = "model", "layers", "plain ms", "private ms", "ratio", "first step", "calls a layer"
-    table = Table(*heads, "by part")
-    for row in rows:
-        parts = ", ".join(f"{part} {count:.0f}" for part, count in row["calls_by_part"].items())
-        figures = [f"{row[key]:.2f}" for key in ("plain_ms", "private_ms", "ratio")]
-        figures += [f"{row[key]:.0f}" for key in ("first_over_later", "calls_per_layer")]
-        table.add_row(row["model"], str(row["layers"]), *figures, parts)
+                print(f"  {count:6.1f}  {where}", file=console.file)
+            parts = ", ".join(f"{part} {count:.0f}" for part, count in row["calls_by_part"].items())
+            figures = [f"{row[key]:.2f}" for key in ("plain_ms", "private_ms", "ratio")]
+            figures += [f"{row[key]:.0f}" for key in ("first_over_later", "calls_per_layer")]
+            table.add_row(name, str(row["layers"]), *figures, parts)
     console.print(table)
-    write_json(options.json, _record(options, rows))
+    about = {"command": options.command, **describe(torch.device("cpu"))}
+    write_json(options.json, about | {"rows": rows})
     return 0
