@@ -23,7 +23,7 @@ from flash_clipping.hugging_face.experts import (
     names_of,
 )
 from flash_clipping.layers.routed_rows import Described, LowRank, RoutedRows
-from flash_clipping.rules.registry import UnsupportedLayer, register_family
+from flash_clipping.rules.registry import register_family
 
 
 def _is_wrapper(layer: nn.Module) -> bool:
@@ -55,27 +55,10 @@ def are_wrapped_experts(layer: nn.Module) -> bool:
 
 
 def _active(wrapper: Any) -> list[str]:
-    """Adapters that a wrapper computes with.
-
-    Raises:
-        UnsupportedLayer: one is trainable that it does not compute with.
-    """
-    used, state = [name for name in wrapper.active_adapters if name in wrapper.lora_A], "not active"
+    """Adapters that a wrapper computes with."""
     if wrapper.disable_adapters or wrapper.merged:
-        used, state = [], "disabled" if wrapper.disable_adapters else "merged"
-    for name in wrapper.lora_A:
-        params = [param for low in _pair(wrapper, name) for param in low.parameters()]
-        if name not in used and any(param.requires_grad for param in params):
-            raise UnsupportedLayer(
-                f"FC121 adapter {name!r} of {wrapper.parameter_name} is trainable and {state}, so "
-                "that no sample reaches it. Activate it (model.set_adapter, unmerge_adapter)."
-            )
-    return used
-
-
-def _pair(wrapper: Any, adapter: str) -> tuple[Any, Any]:
-    """The modules that hold A and B."""
-    return wrapper.lora_A[adapter], wrapper.lora_B[adapter]
+        return []
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
 def _A_as_parameter(x: Tensor) -> Tensor:
@@ -98,15 +81,7 @@ class PeftExpertsRule(ExpertsRule):
     """Stands for the outermost wrapper and all that is below it."""
 
     def parts(self, layer: Any) -> Mapping[str, nn.Module]:
-        wrappers, prefix, experts = _unwrapped(layer)
-        found: dict[str, nn.Module] = {}
-        for path, wrapper in wrappers:
-            if path:
-                found[path.removesuffix(".")] = wrapper
-            for adapter in wrapper.lora_A:
-                A, B = _pair(wrapper, adapter)
-                found |= {f"{path}lora_A.{adapter}": A, f"{path}lora_B.{adapter}": B}
-        return {**found, prefix.removesuffix("."): experts}
+        return {path: module for path, module in layer.named_modules() if path}
 
     def described(self, layer: Any) -> Described:
         wrappers, prefix, experts = _unwrapped(layer)
@@ -115,7 +90,7 @@ class PeftExpertsRule(ExpertsRule):
         arranged: dict[str, Callable[[Tensor], Tensor]] = {}
         for path, wrapper in wrappers:
             for adapter in _active(wrapper):
-                tensors += [module.weight for module in _pair(wrapper, adapter)]
+                tensors += [wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight]
                 A_name, B_name = (f"{path}{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B"))
                 arranged |= {A_name: _A_as_parameter, B_name: _B_as_parameter}
                 scale = wrapper.scaling[adapter]
