@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import random
 import sys
-import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from flash_clipping.errors import FlashClippingError
 
 
 class ModelsOwnError(Exception):
@@ -48,14 +43,12 @@ class Holdings:
     def __init__(self, root: nn.Module):
         modules = self._modules = list(root.modules())
         self._before = [(vars(module).copy(), module._buffers.copy()) for module in modules]
-        slots = [found for found in map(Slots, modules) if found.slots]
-        values = [x for of_one in slots for x in of_one.values()]
+        values: list[Any] = []
         for attributes, _ in self._before:
             values += [x for name, x in attributes.items() if name not in _OF_MODULES]
         self._states = [_put_back(x) for x in values if isinstance(x, _generators())]
-        self._held = _containers(
-            _contents([*slots, *[x for x in values if isinstance(x, _HOLDERS)]])
-        )
+        found = _contents([x for x in values if isinstance(x, _HOLDERS)])
+        self._held = [pair for pair in found if isinstance(pair[0], _CONTAINERS)]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -77,7 +70,7 @@ class Holdings:
                 module._buffers.clear()
                 module._buffers.update(buffers)
             for container, content in self._held:
-                refill(container, content)
+                _refill(container, content)
             for put_back, state in self._states:
                 put_back(state)
 
@@ -107,93 +100,16 @@ def _put_back(generator: Any) -> tuple[Callable[[Any], Any], Any]:
 _OF_MODULES = "_parameters", "_buffers", "_modules"
 
 #: Entries of a container that is looked into: not a vocabulary.
-LOOKED_INTO = 1000
-
-#: Packages whose objects are no state of a model.
-_NO_STATE = "torch", "opacus", "logging", "threading", __name__.partition(".")[0]
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
-    """Those of classes that are written in Python."""
-    members = [x for cls in kind.__mro__ if "__slots__" in vars(cls) for x in vars(cls).values()]
-    return tuple([x for x in members if isinstance(x, types.MemberDescriptorType)])
-
-
-class Slots(MutableMapping[types.MemberDescriptorType, Any]):
-    """What an object holds in its slots."""
-
-    def __init__(self, held: Any):
-        kind: Any = type(held)
-        self.held, self.slots = held, _slots_of(kind)
-
-    def __getitem__(self, slot: types.MemberDescriptorType) -> Any:
-        try:
-            return slot.__get__(self.held)
-        except AttributeError:
-            raise KeyError(slot) from None
-
-    def __setitem__(self, slot: types.MemberDescriptorType, value: Any) -> None:
-        slot.__set__(self.held, value)
-
-    def __delitem__(self, slot: types.MemberDescriptorType) -> None:
-        slot.__delete__(self.held)
-
-    def __iter__(self) -> Iterator[types.MemberDescriptorType]:
-        return iter([slot for slot in self.slots if slot in self])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+_LOOKED_INTO = 1000
 
 
 #: Containers, and what may hold some.
-_CONTAINERS = dict, list, set, deque, Slots
+_CONTAINERS = dict, list, set, deque
 _HOLDERS = (*_CONTAINERS, tuple)
 
 #: Of these it is known what their truth value says; and what empty ones hold.
 _PLAIN: frozenset[type] = frozenset((dict, OrderedDict, list, set))
 _NOTHING: list[Any] = []
-
-
-def held_by(value: Any) -> list[Any]:
-    """Where an object holds what it holds: its dict, and its slots."""
-    slots = Slots(value)
-    try:
-        found: list[Any] = [vars(value)] if type(value).__dictoffset__ else []
-    except Exception as error:
-        raise FlashClippingError(
-            f"FC185 the model: found a {type(value).__name__} whose attributes cannot be read, so "
-            "that the next sample would find what this one leaves there. Take it out of the model."
-        ) from error
-    return [*found, slots] if slots.slots else found
-
-
-def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
-    """Every container among these values, and in containers and objects among them, however deep,
-    with what it holds; of so many objects at most as of entries of a container."""
-    seen = {id(x): x for x in values if _has_state(x)}
-    found = _contents([*values, *chain.from_iterable(map(held_by, seen.values()))])
-    for _, content in found:  # which grows
-        for x in content if len(content) <= LOOKED_INTO else ():
-            if _has_state(x) and id(x) not in seen and len(seen) < LOOKED_INTO:
-                seen[id(x)] = x
-                found += _contents(held_by(x))
-    return _containers(found)
-
-
-def _containers(found: list[tuple[Any, list[Any]]]) -> list[tuple[Any, list[Any]]]:
-    return [pair for pair in found if isinstance(pair[0], _CONTAINERS)]
-
-
-def _has_state(value: Any) -> bool:
-    """Whether it is an object that a forward may write into, as a cache is; or a tensor with
-    attributes, as weights of 8 bits have."""
-    if isinstance(value, Tensor):
-        return bool(vars(value))
-    kind: Any = type(value)
-    if not (kind.__dictoffset__ or _slots_of(kind)) or isinstance(value, nn.Module | type):
-        return False
-    return kind.__module__.partition(".")[0] not in _NO_STATE
 
 
 def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
@@ -206,7 +122,7 @@ def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
         elif id(value) not in found and isinstance(value, _HOLDERS):
             found[id(value)] = value, _content(value)
             content = found[id(value)][1]
-            if len(content) <= LOOKED_INTO:
+            if len(content) <= _LOOKED_INTO:
                 values += [x for x in content if isinstance(x, _HOLDERS)]
     return [*found.values()]
 
@@ -220,20 +136,20 @@ def _base_of(value: Any) -> Any:
 
 def _content(value: Any) -> list[Any]:
     """What a container holds, in order: keys and values of a dict by turns."""
-    if isinstance(value, dict | Slots):
+    if isinstance(value, dict):
         base = _base_of(value)
         return [x for pair in base.items(value) for x in pair]
     return [*_base_of(value).__iter__(value)]
 
 
-def refill(container: Any, content: list[Any]) -> None:
+def _refill(container: Any, content: list[Any]) -> None:
     """Have a container hold what it held, if it holds anything else."""
     if content is _NOTHING and not container:
         return
     now = _content(container)
     if len(now) == len(content) and all(map(operator.is_, now, content)):
         return
-    if isinstance(container, dict | Slots):
+    if isinstance(container, dict):
         base = _base_of(container)
         base.clear(container)
         for key, value in zip(content[::2], content[1::2], strict=True):

@@ -27,14 +27,13 @@ from flash_clipping.capture.inputs import (
     rebuilt,
     tensors_in,
 )
-from flash_clipping.capture.no_trace import Slots
 from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
 _Cut = Callable[[Sequence[int]], Any]
 
 #: What a forward may write into, and is looked into.
-HOLDERS = (dict, OrderedDict, defaultdict, list, Slots)
+HOLDERS = (dict, OrderedDict, defaultdict, list)
 
 
 class Batch:
@@ -51,7 +50,6 @@ class Batch:
         count: B.
         tensors: those among the arguments; before them, if lists say who is a sample, one on the
             meta device that has as many rows.
-        given: the arguments by their names.
         made: dicts and lists that were cut, those for the last rows, and what these held.
 
     Raises:
@@ -75,47 +73,53 @@ class Batch:
             self.tensors.insert(0, torch.empty((self.count,) * (axis + 1), device="meta"))
         self._cuts = {name: self._cut(name, value) for name, value in named.items()}
         self._positional = len(args)
-        self.given = named
         self.made: list[tuple[Any, Any, Any]] = []
 
-    def of(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these rows alone."""
-        self.made = []
+    def of(
+        self, rows: Sequence[int], copied: Callable[[Any], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these rows alone, and copies of what is not cut."""
+        self.made, self._copied = [], copied
         found = {name: cut(rows) for name, cut in self._cuts.items()}
         args = tuple([found.pop(f"argument {n}") for n in range(self._positional)])
         return args, found
 
+    def left(self, first: int) -> dict[tuple[int, Any], Any]:
+        """What requires grad, and a forward has put into the dicts and lists that were made for it:
+        by their numbers, from ``first`` on, and keys."""
+        return {
+            (number, key): value
+            for number, (_, made, before) in enumerate(self.made, first)
+            for key, value in _items(made).items()
+            if value is not before.get(key, self)
+            if any(x.requires_grad for x in tensors_in(value))
+        }
+
     def _counted(self, leaves: Sequence[tuple[str, Any]], drawn: int | None) -> int:
-        """How many samples there are: the first argument that tells says it."""
-        ways: set[int] = set()
-        for name, leaf in leaves:
-            if isinstance(leaf, list | tuple) and not isinstance(leaf, PackedSequence):
-                rows = self._rows_in(leaf)
-                known = self._are_samples.get(name)
-                of_leaf = {len(leaf)} if rows is None or known else {len(leaf), rows}
-                of_leaf = {rows} if known is False and rows is not None else of_leaf
-                ways = ways & of_leaf or of_leaf
-                if drawn in ways:
-                    ways = {drawn}
-            elif isinstance(leaf, PackedSequence):
+        """How many samples there are: the first array tells; without any, lists do."""
+        lists = [(name, leaf) for name, leaf in leaves if type(leaf) in (list, tuple)]
+        for _, leaf in leaves:
+            if isinstance(leaf, PackedSequence):
                 return int(leaf.batch_sizes[0])
-            elif _is_graphs(leaf):
+            if _is_graphs(leaf):
                 return int(leaf.num_graphs)
-            elif leaf.ndim > self.axis:
+            if type(leaf) not in (list, tuple) and leaf.ndim > self.axis:
                 return int(leaf.shape[self.axis])
-        if len(ways) > 1:
-            for _, leaf in leaves:  # a tuple is of inputs, where it may be
-                if type(leaf) is tuple and (rows := self._rows_in(leaf)) in ways:
-                    return rows
-            lists = {name: len(leaf) for name, leaf in leaves if isinstance(leaf, list)}
-            few, many = sorted(ways, key=lambda n: n not in lists.values())  # entries come first
+        ways: list[int] = []  # numbers of entries come first
+        for name, leaf in lists:
+            rows, are_samples = self._rows_in(leaf), self._are_samples.get(name)
+            of_leaf = [len(leaf)] if rows is None or are_samples else [len(leaf), rows]
+            if rows is not None and (type(leaf) is tuple or are_samples is False):
+                of_leaf = [rows]  # a tuple is of inputs
+            ways = [n for n in ways if n in of_leaf] or of_leaf
+        if len({*ways}) > 1 and drawn not in ways:
             raise FlashClippingError(
-                f"FC182 the model: {', '.join(lists)}: found lists of tensors that may be {few} "
-                f"samples or {many}: a list has an entry for each sample, or inputs with a row for "
-                "each. Say how many samples there are before the call:\n"
-                f"    model.expect_samples({few})"
+                f"FC182 the model: {', '.join(name for name, _ in lists)}: found lists of tensors "
+                f"that may be {ways[0]} samples or {ways[1]}: a list has an entry for each sample, "
+                "or inputs with a row for each. Say how many samples there are before the call:\n"
+                f"    model.expect_samples({ways[0]})"
             )
-        return ways.pop() if ways else 0
+        return drawn if drawn in ways else [*ways, 0][0]
 
     def _rows_in(self, held: Any) -> int | None:
         """How many rows all tensors in a container have; ``None`` if they differ, or are those of
@@ -138,7 +142,7 @@ class Batch:
             return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
         parts = parts_of(name, leaf) if depth else {}
         if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
-            return lambda rows: leaf
+            return lambda rows: self._noted(leaf, self._copied(leaf))
         cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
         return lambda rows: self._noted(
             leaf, rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
@@ -147,37 +151,28 @@ class Batch:
     def _noted(self, leaf: Any, made: Any) -> Any:
         """``made`` of ``leaf``, noted if a forward may write into it."""
         if type(made) in HOLDERS:
-            self.made.append((leaf, made, made.copy()))
+            self.made.append((leaf, made, _items(made).copy()))
         return made
 
     def _cut_list(self, name: str, leaf: Any) -> _Cut:
-        rows, is_cut, kind = self._rows_in(leaf), len(leaf) == self.count, type(leaf)
-        if is_cut and self.count > 1:
-            found = self._are_samples.get(name)
-            if rows == self.count and kind is tuple:
-                is_cut = bool(found)
-            elif rows == self.count and found is None:
-                raise FlashClippingError(
-                    f"FC182 the model: {name}: found a list of {self.count} tensors with "
-                    f"{self.count} rows each: it may have an entry for each sample, or inputs with "
-                    "a row for each. Give the model inputs with rows in a tuple, or one by one; or "
-                    "begin with a batch of another size."
-                )
-            elif found is False or rows == self.count:
-                is_cut = bool(found)
-            elif kind is tuple and all(isinstance(x, int | float) for x in leaf):
-                if len({*leaf}) > 1:
+        rows, kind = self._rows_in(leaf), type(leaf)
+        is_cut, known = len(leaf) == self.count, self._are_samples.get(name)
+        if self.count > 1:
+            of_numbers = kind is tuple and all(isinstance(x, int | float) for x in leaf)
+            if is_cut and known is None and (rows == self.count or of_numbers):
+                if of_numbers and len({*leaf}) > 1 or kind is list:
+                    what = "numbers" if of_numbers else f"tensors with {rows} rows each"
                     raise FlashClippingError(
-                        f"FC182 the model: {name}: found a tuple of {self.count} numbers in a "
-                        f"batch of {self.count} samples: it may have one for each sample, or be a "
-                        "size. Give the model a list, if it has one for each; or begin with a "
-                        "batch of another size."
+                        f"FC182 the model: {name}: found a {kind.__name__} of {self.count} {what} "
+                        f"in a batch of {self.count} samples: it may have an entry for each, or be "
+                        "of all. Give the model inputs with rows in a tuple, or one by one; what "
+                        "has an entry for each in a list; or begin with a batch of another size."
                     )
                 is_cut = False
-        elif self.count > 1:
-            self._are_samples[name] = False
-        if is_cut and self.count > 1 and tensors_in(leaf):
-            self._are_samples[name] = True
+            elif is_cut and (known is False or rows == self.count):
+                is_cut = bool(known)
+            elif not is_cut or tensors_in(leaf):
+                self._are_samples[name] = is_cut
         if is_cut:
             return lambda rows: kind([map_tensors(Tensor.clone, leaf[b]) for b in rows])
         cuts = [self._cut(f"{name}[{n}]", part) for n, part in enumerate(leaf)]
@@ -210,6 +205,10 @@ class Batch:
         )
 
 
+def _items(held: Any) -> dict[Any, Any]:
+    return dict(enumerate(held)) if isinstance(held, list) else held
+
+
 def _leaves(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
     """What may be cut in an argument, by names: arrays, lists, tuples, batches."""
     is_whole = isinstance(value, PackedSequence) or type(value) in (list, tuple)
@@ -237,19 +236,6 @@ def _is_graphs(leaf: Any) -> bool:
 
 #: The axis that samples lie along, and whether it is there for several samples alone.
 Way: TypeAlias = tuple[int, bool]
-
-#: The same value for all samples, whatever they hold.
-OF_NOBODY: Way = (-1, False)
-
-
-def other_values(x: Tensor) -> Tensor:
-    """A tensor that an argument may be as well, of this shape and with other values."""
-    if x.is_floating_point() or x.is_complex():
-        return x + torch.randn_like(x)
-    flat = x.flatten()
-    if len(flat) and (flat != flat[0]).any():
-        return flat.roll(1).view_as(x)
-    return x ^ 1
 
 
 def way_of(one: Tensor, other: Tensor, both: Tensor) -> Way | None:
@@ -292,23 +278,24 @@ class Joined:
             return self._tensors(values)
         if any(type(value) is not kind for value in values):
             return [*values]
-        if isinstance(first, Mapping):
-            if all(value.keys() == first.keys() for value in values):
-                return rebuilt(
-                    first, {key: self([value[key] for value in values]) for key in first}
-                )
-        elif isinstance(first, list | tuple):
+        if isinstance(first, list | tuple):
             if kind is list and self._are_entries(values):
                 return [entry for value in values for entry in value]
             if all(len(value) == len(first) for value in values):
                 parts = [self(part) for part in zip(*values, strict=True)]
                 return kind(*parts) if hasattr(first, "_fields") else kind(parts)
-        elif dataclasses.is_dataclass(first) or tensors_in(first):
-            held = [attributes_of(value) for value in values]
-            return rebuilt(first, {n: self([of_one.get(n) for of_one in held]) for n in held[0]})
+        elif isinstance(first, Mapping) or dataclasses.is_dataclass(first) or tensors_in(first):
+            held = [x if isinstance(x, Mapping) else attributes_of(x) for x in values]
+            if all(of_one.keys() == held[0].keys() for of_one in held):
+                return rebuilt(first, {key: self([x[key] for x in held]) for key in held[0]})
         elif all(value is first or value == first for value in values):
             return first
         return [*values]
+
+    def apart(self, values: Sequence[Any]) -> Any:
+        """The same by copies of tensors, whose graph is told from those of the samples."""
+        own = {id(x) for x in tensors_in(values)}
+        return map_tensors(lambda x: x.clone() if id(x) in own else x, self(values))
 
     def _are_entries(self, values: Sequence[list[Any]]) -> bool:
         """Whether lists have an entry for each row, and not a tensor with such rows."""
@@ -322,17 +309,19 @@ class Joined:
 
     def _tensors(self, values: Sequence[Tensor]) -> Any:
         first, way = values[0], self.ways.get(id(values[0]))
+        if len(values) > 1 and all(x is first for x in values):
+            return first
         if any(x.dim() != first.dim() for x in values):
             return [*values]
-        is_number = first.is_floating_point() or first.is_complex()
-        if way is None and not first.dim() and is_number:  # a loss
-            total = sum(self._counts)
+        are_rows = way is None and all(map(self._has_rows, values, self._counts))
+        is_constant = not (way or are_rows or any(x.requires_grad for x in values))
+        if is_constant and all(map(first.equal, values)):  # whatever samples hold
+            return first
+        if way is None and not first.dim() and (first.is_floating_point() or first.is_complex()):
+            total = sum(self._counts)  # a loss
             weights = [count / total if self._mean else 1.0 for count in self._counts]
             return sum(x * weight for x, weight in zip(values, weights, strict=True))
-        are_rows = way is None and all(map(self._has_rows, values, self._counts))
         axis, is_new = (self._axis, False) if are_rows else way or (0, True)
-        if axis < 0:
-            return first
         shapes = {(*x.shape[:axis], *x.shape[axis + (not is_new) :]) for x in values}
         if len(shapes) > 1 or (way is not None and not self._in_order):
             return [*values]

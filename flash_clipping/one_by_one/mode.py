@@ -22,15 +22,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from flash_clipping._compat import (
-    SPECTRAL_NORM,
     call_of,
     graph_task,
     memory_id,
@@ -40,8 +38,8 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.batch_size_checks import refuse_no_rows
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
-from flash_clipping.capture.no_trace import held_by, random_state, refill, state_of, untouched
+from flash_clipping.capture.inputs import refuse_layout, tensors_in
+from flash_clipping.capture.no_trace import random_state
 from flash_clipping.capture.padding import NO_ROW
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
@@ -53,15 +51,8 @@ from flash_clipping.errors import FlashClippingError, warn
 from flash_clipping.factors import accumulation_dtype
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts, total_norm
-from flash_clipping.one_by_one.arguments import (
-    HOLDERS,
-    OF_NOBODY,
-    Batch,
-    Joined,
-    Way,
-    other_values,
-    way_of,
-)
+from flash_clipping.one_by_one.arguments import Batch, Joined, Way, way_of
+from flash_clipping.one_by_one.state import Content, State
 
 _PAST_THE_SAMPLES = (
     "added without being clipped. In mode='one_by_one' a sample's gradient is what its own run of "
@@ -94,12 +85,6 @@ _TOO_LATE = (
     "FC186 the model: in mode='one_by_one' a backward of its own ran layers again after the "
     "gradient of their sample was clipped. Keep activations instead, by a way that autograd "
     "follows."
-)
-
-#: What a model may raise where it is run once more.
-_DID_NOT_RUN = (
-    *(RuntimeError, ValueError, TypeError, AssertionError),
-    *(LookupError, AttributeError, ArithmeticError),
 )
 
 #: In the metadata of autograd's nodes that put samples' outputs together: their runs, which must
@@ -185,52 +170,42 @@ class OneByOne:
         groups = self._groups(batch, forward)
         samples = Samples(forward, session, len(groups))
         self._calls.add(samples)
-        found = _Found(self.parameters.modules, batch.given)
+        state = State(self.root, [self, self.model, session, self.parameters.handles])
+        numbers = [number for number, rows in enumerate(groups) if rows]
         outputs: list[Any] = []
         kept: list[dict[Any, Any]] = []
         runs: list[_Run] = []
         inputs = {None, *[x.grad_fn for x in batch.tensors]}
-        for number, rows in enumerate(groups):
-            if not rows:
-                continue
-            if outputs:  # no sample finds what another has left
-                found.put_back()
-            own_args, own_kwargs = batch.of(rows)
+        for number in numbers:
             aliases = samples.aliases(number)
-            try:
-                _swap(found.on(aliases))
-                with _as_samples_run():
-                    outputs.append(call(*own_args, **own_kwargs))
-            except BaseException:
-                found.put_back()
-                raise
-            params = {id(aliases[id(param)]): param for param in samples.params}
-            left, of_one = found.left(params, batch.made)
-            kept.append(of_one)
-            results = [x for x in tensors_in((outputs[-1], of_one)) if x.grad_fn not in inputs]
-            runs.append(_Run(self, left, results, forward))
-            if functions := samples.functions_in(number, results, inputs):
-                runs[-1].surround(functions, left + found.on(aliases))
+            own, copied = state.copied(aliases, last=number == numbers[-1])
+            own_args, own_kwargs = batch.of(groups[number], copied)
+            with state.holding(own), _as_samples_run():
+                outputs.append(call(*own_args, **own_kwargs))
+                inside = state.now()
+            left, of_one = state.back(inside, {id(aliases[id(p)]): p for p in samples.params})
+            kept.append(of_one | batch.left(len(state.holders)))
+            results = [x for x in tensors_in((outputs[-1], kept[-1])) if x.grad_fn not in inputs]
+            functions = samples.functions_in(number, results, inputs)
+            runs.append(_Run(self, state, left, inside if functions else []))
+            runs[-1].watch(forward, results, functions)
+        if runs:
+            state.swap(runs[-1].left)
         if self._buffers is not None:
             self._buffers.after_forward(self.parameters.modules)
         self.parameters.check()
-        groups = [rows for rows in groups if rows]
+        groups = [groups[number] for number in numbers]
         join = Joined(groups, session.options.batch_axis, session.options.loss_reduction == "mean")
-        join.ways = self._ways_to_join(call, batch, groups, outputs)
-        own = {id(x) for x in tensors_in((outputs, kept))}
-
-        def joined(values: list[Any]) -> Any:
-            # A graph from here on is told from that of the run.
-            return map_tensors(lambda x: x.clone() if id(x) in own else x, join(values))
-
-        output = joined(outputs)
+        join.ways = self._ways_to_join(call, state, batch, groups, outputs)
+        output = join.apart(outputs)
         places = [place for place in kept[0] if all(place in of_one for of_one in kept)]
-        also = [joined([of_one[place] for of_one in kept]) for place in places]
-        targets = [*found.holders, *[target for target, _, _ in batch.made]]
-        for (holder, key), value in zip(places, also, strict=True):
-            if isinstance(targets[holder], list):
-                targets[holder] += [None] * (key == len(targets[holder]))
-            targets[holder][key] = value
+        also = [join.apart([of_one[place] for of_one in kept]) for place in places]
+        targets = [*state.holders, *[target for target, _, _ in batch.made]]
+        for (number, key), value in zip(places, also, strict=True):
+            if isinstance(holder := targets[number], list):
+                holder[key : key + 1] = [value]  # at its end, too
+            else:
+                holder[key] = value
         leaves = tensors_in((output, also))
         self.model.running_step.note_results(forward, leaves)
         for leaf in leaves:
@@ -239,54 +214,36 @@ class OneByOne:
         return output
 
     def _ways_to_join(
-        self, call: Any, batch: Batch, groups: list[list[int]], outputs: list[Any]
+        self, call: Any, state: State, batch: Batch, groups: list[list[int]], outputs: list[Any]
     ) -> dict[int, Way]:
         """How tensors without a row for each row of a sample grow with samples, by their ``id`` in
         the first output: seen once, in a run of two samples together."""
-        first = tensors_in(outputs[0])
+        first, ways = tensors_in(outputs[0]), self._grow
         odd = any(x.dim() <= batch.axis or x.shape[batch.axis] != len(groups[0]) for x in first)
         if not odd and len(first) == 1:
             return {}
-        ways = self._grow
         if ways is None or len(ways) != len(first):
-            if len(groups) < 2:
+            both = self._run(call, state, batch, groups[0] + groups[1]) if groups[1:] else []
+            of_all = [*zip(first, *map(tensors_in, outputs[1:]), both, strict=False)]
+            if len(of_all) < len(first) or len(groups) < 2:
                 return {}
-            second, both = tensors_in(outputs[1]), self._run(call, *batch.of(groups[0] + groups[1]))
-            if not len(first) == len(second) == len(both):
-                return {}
-            each = [*zip(first, second, both, strict=True)]
-            ways, is_known = [way_of(*of_three) for of_three in each], True
-            alike = [n for n, (x, y, z) in enumerate(each) if x.equal(y) and x.equal(z)]
-            given = map_tensors(other_values, batch.of(groups[0])) if alike else None
-            other = self._run(call, *given) if given else []
+            self._grow = ways = [way_of(x, y, both) for x, y, *_, both in of_all]
             params = {memory_id(p.untyped_storage()) for p in self.session.options.trainable()}
-            for n, x in [(n, first[n]) for n in alike]:
-                may_be_loss = not x.any()  # which may be 0 for any sample
-                is_known &= not may_be_loss
-                if not other or not torch.equal(x, other[n]):
+            for x, *others in of_all:
+                if not x.requires_grad or not all(map(x.equal, others)):
                     continue
-                if not x.requires_grad:
-                    ways[n] = OF_NOBODY
-                elif not may_be_loss or memory_id(x.untyped_storage()) in params:
+                if x.any() or memory_id(x.untyped_storage()) in params:
                     raise FlashClippingError(_OF_PARAMETERS)
-            self._grow = ways if is_known else None
+                self._grow = None  # a loss, which may be 0 for any sample
         return {id(x): way for x, way in zip(first, ways, strict=True) if way is not None}
 
-    def _run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _run(self, call: Any, state: State, batch: Batch, rows: list[int]) -> list[Tensor]:
         """The tensors that another run of the model returns; none if it does not run."""
         devices = [*{x.device for x in self.session.options.state() if x.is_cuda}]
-        before = state_of([args, kwargs])
-        with (
-            suppress(*_DID_NOT_RUN),
-            untouched(self.root),
-            random_state(devices, seed=0),
-            torch.no_grad(),
-        ):
-            try:
-                return tensors_in(call(*args, **kwargs))
-            finally:
-                for container, content in before:
-                    refill(container, content)
+        own, copied = state.copied({id(x): x.clone() for x in state.buffers})
+        args, kwargs = batch.of(rows, copied)
+        with suppress(Exception), state.holding(own), random_state(devices, 0), torch.no_grad():
+            return tensors_in(call(*args, **kwargs))
         return []
 
     def _look_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -334,112 +291,36 @@ class OneByOne:
         return groups
 
 
-#: Dicts and lists, keys (``slice(None)`` of a list), and what stands there.
-_Items: TypeAlias = list[tuple[Any, Any, Any]]
-
-
-class _Found:
-    """A model and its arguments as a batch finds them, and every sample of it."""
-
-    def __init__(self, modules: Sequence[nn.Module], given: dict[str, Any]):
-        kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-        shared = [x for cls in kinds for x in vars(cls).values() if not hasattr(type(x), "__get__")]
-        self._state = state_of([given, *shared, *chain.from_iterable(map(held_by, modules))])
-        #: Attributes of modules and of objects, and all dicts and lists.
-        self.holders = [container for container, _ in self._state if type(container) in HOLDERS]
-        self._known = [dict(_items(holder)) for holder in self.holders]
-        pairs = [*zip(self.holders, self._known, strict=True)]
-        of_all = [(holder, key, x) for holder, known in pairs for key, x in known.items()]
-        self._params = [item for item in of_all if isinstance(item[2], nn.Parameter)]
-        # Its power iteration is of the weight alone, and one step further with every run.
-        vectors = [x for m in modules if type(m) is SPECTRAL_NORM for x in m.buffers()]
-        self._vectors = [(x, x.clone()) for x in vectors]
-
-    def put_back(self) -> None:
-        """Let the model be as it was."""
-        for container, content in self._state:
-            refill(container, content)
-        for x, before in self._vectors:
-            x.copy_(before)
-
-    def on(self, aliases: dict[int, Tensor]) -> _Items:
-        """These in the places of parameters, by whose ``id`` they are given."""
-        return [(*place, aliases[id(x)]) for *place, x in self._params if id(x) in aliases]
-
-    def left(
-        self, params: dict[int, nn.Parameter], made: list[tuple[Any, Any, Any]]
-    ) -> tuple[_Items, dict[tuple[int, Any], Any]]:
-        """What a run has left there, and in what was made for it; aliases, by whose ``id``
-        parameters are given, are put back. And what requires grad, by its holder and key."""
-        pairs = [*zip(self.holders, self._known, strict=True)]
-        pairs += [(own, dict(_items(before))) for _, own, before in made]
-        left: _Items = []
-        kept = {}
-        for number, (holder, known) in enumerate(pairs):
-            new = []
-            for key, value in _items(holder):
-                if value is known.get(key, self):
-                    continue
-                if id(value) in params:
-                    holder[key] = params[id(value)]
-                    continue
-                new.append((holder, key, value))
-                if any(x.requires_grad for x in tensors_in(value)):
-                    kept[number, key] = value
-            is_list = isinstance(holder, list)
-            left += [(holder, slice(None), [*holder])] if new and is_list else new
-        return left, kept
-
-
-def _items(holder: Any) -> list[tuple[Any, Any]]:
-    return [*enumerate(holder)] if isinstance(holder, list) else [*holder.items()]
-
-
-def _swap(items: _Items) -> _Items:
-    """Let these stand there; what stood there."""
-    before = []
-    for holder, key, value in items:
-        if isinstance(holder, list) or key in holder:
-            before.append((holder, key, holder[key]))
-        holder[key] = value
-    return before[::-1]
-
-
 class _Run:
-    """What one sample's run has left on the model, for what runs in its backward. Nodes of its
-    graph know it weakly: it may hold the graph itself."""
+    """What one sample's run has left on the model, for what runs in its backward; ``inside`` with
+    aliases of parameters. Nodes of its graph know it weakly: it may hold the graph itself."""
 
-    def __init__(self, owner: OneByOne, left: _Items, results: list[Tensor], forward: ForwardCall):
-        self._owner, self.left = owner, left
-        self._inside: _Items = []
-        session, of_run = owner.session, weakref.ref(self)
+    def __init__(self, owner: OneByOne, state: State, left: Content, inside: Content):
+        self.owner, self.state, self.left, self.inside = owner, state, left, inside
+
+    def watch(self, forward: ForwardCall, results: list[Tensor], functions: list[Any]) -> None:
+        """Let it be there where backward comes to these results, and in these functions."""
+        of_run, session = weakref.ref(self), self.owner.session
 
         def enter(grad: Tensor) -> None:
             if session.mode.enabled:
                 cast(SamplesPass, session.begin_backward(forward)).enter(of_run())
 
-        for x in results:
-            x.register_hook(enter)
-
-    def surround(self, functions: list[Any], items: _Items) -> None:
-        """Let these stand there in the backwards of these functions of autograd."""
-        self._inside = items
-
-        def applied(of_run: Any, of_node: Any, apply: Any, *grads: Any) -> Any:
+        def applied(of_node: Any, apply: Any, *grads: Any) -> Any:
             if (run := of_run()) is None:
                 raise FlashClippingError(_ANOTHER_WAY)
-            before, runs = _swap(run._inside), run._owner._runs
+            owner, runs = run.owner, run.owner._runs
             try:
-                run._owner._runs = True
-                with _as_samples_run():
+                owner._runs = True
+                with run.state.holding(run.inside), _as_samples_run():
                     return apply(of_node(), *grads)
             finally:
-                _swap(before)
-                run._owner._runs = runs
+                owner._runs = runs
 
+        for x in results:
+            x.register_hook(enter)
         for node in functions:
-            of_node, apply = weakref.ref(node), type(node).apply
-            node.apply = partial(applied, weakref.ref(self), of_node, apply)
+            node.apply = partial(applied, weakref.ref(node), type(node).apply)
 
 
 @contextmanager
@@ -539,7 +420,7 @@ class SamplesPass(BackwardPass):
         self.scale = 1.0
         #: The run whose attributes modules have, and what they had.
         self._run: _Run | None = None
-        self._before: _Items = []
+        self._before: Content = []
         self._task = graph_task()
         if not any(samples.are_derived for samples in self.others):
             self._refuse_other_ways()
@@ -559,8 +440,10 @@ class SamplesPass(BackwardPass):
     def enter(self, run: _Run | None) -> None:
         """Let modules have what this run has left on them; or what they had."""
         if run is not self._run:
-            _swap(self._before)
-            self._run, self._before = run, _swap(run.left if run is not None else [])
+            if self._run is not None:
+                self._run.state.swap(self._before)
+            self._run = run
+            self._before = run.state.swap(run.left) if run is not None else []
 
     def take(self, samples: Samples, number: int, grads: Sequence[Tensor | None]) -> None:
         """Take the whole gradient of a sample in one call; several calls are one gradient."""
@@ -611,17 +494,17 @@ class SamplesPass(BackwardPass):
         self, params: Sequence[nn.Parameter], number: int, grads: Sequence[Tensor | None]
     ) -> None:
         """Take the norm of a sample's gradient, and add it clipped."""
-        norms_P = self._norms_of(params, grads)
+        found = [None if grad is None else grad.to_dense() for grad in grads]
+        norms_P = self._norms_of(params, found)
         coef = self._coefficients(number, norms_P)
         self.norms_P[number] = norms_P
-        for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        for param, grad, own in zip(params, found, coef.expand(len(params)), strict=True):
             if grad is None:
                 continue
             if id(param) not in self.sums:
                 dtype = accumulation_dtype(param.dtype)
                 self.sums[id(param)] = torch.zeros_like(param, dtype=dtype)
-            sums, own = self.sums[id(param)], coef if coef.dim() == 0 else coef[place]
-            grad = grad.to_dense() if grad.layout != torch.strided else grad
+            sums = self.sums[id(param)]
             own = own.to(sums.device, sums.dtype)
             # What is not finite has coefficient 0, and 0 times it is no number.
             sums.addcmul_(torch.where(own.real > 0, grad.to(sums.dtype), 0), own)
@@ -633,8 +516,7 @@ class SamplesPass(BackwardPass):
         found = [torch.zeros((), dtype=wide, device=device)] * len(grads)
         for place, grad in enumerate(grads):
             if grad is not None:
-                values = grad.coalesce().values() if grad.is_sparse else grad
-                values = values.abs() if values.is_complex() else values
+                values = torch.view_as_real(grad) if grad.is_complex() else grad
                 found[place] = torch.linalg.vector_norm(values, dtype=wide).to(device)
         is_wide = any(param.dtype.to_real() == torch.float64 for param in params)
         return (torch.stack(found) * self.scale).to(wide if is_wide else torch.float32)
@@ -653,18 +535,11 @@ class SamplesPass(BackwardPass):
 
     def finish(self) -> None:
         """Publish norms, and add the sums to ``p.grad``."""
-        norms_taken = False
-        with torch.no_grad():
-            try:
-                self.enter(None)
-                if self._is_for_parameters():
-                    norms_taken = True
-                    self._leave()
-            finally:
-                self.forget()
-                self.session.end_backward(norms_taken)
+        self.enter(None)
+        super().finish()
 
-    def _leave(self) -> None:
+    def take_norms(self) -> None:
+        """Clip what is left, and publish norms."""
         reached = [samples for samples, _ in self.arrived.values()]
         params = reached[0].params
         for number, grads in self.held.items():  # of backwards inside of this one alone
@@ -675,17 +550,13 @@ class SamplesPass(BackwardPass):
         count = reached[0].count if self.units is None else self.units.count
         norms_PB = torch.stack([self.norms_P.get(b, none_P) for b in range(count)], 1)
         self.session.options.clip(params, norms_PB, Doubts((), self.scale))
-        for param in params:
-            if not self.is_for_all and id(param) not in self.asked:
-                continue
+
+    def add_clipped_sums(self) -> None:
+        """Add the sums to ``p.grad``."""
+        asked = [p for p in self.used[0] if self.is_for_all or id(p) in self.asked]
+        for param in asked:
             if (found := self.sums.pop(id(param), None)) is not None:
                 self._put(param, found)
             elif param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
-        asked = [p for p in params if self.is_for_all or id(p) in self.asked]
         self.session.options.note_sums(asked)
-
-    def forget(self) -> None:
-        super().forget()
-        for held in (self.sums, self.norms_P, self.held):
-            held.clear()

@@ -6,10 +6,12 @@ import copy
 import functools
 import pickle
 import re
+import threading
 from collections import UserDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -312,8 +314,7 @@ class SlottedCache:
 class Unreadable(Cache):
     """An object that does not show what it holds."""
 
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
+    def __getstate__(self) -> Any:
         raise RuntimeError("nothing is bound")
 
 
@@ -367,9 +368,7 @@ REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 
 
 class RemembersInSlots(Headed):
-    """Writes into slots, also of a module, what it reads again, and what the loop reads."""
-
-    __slots__ = ("before",)
+    """Writes into slots what it reads again, and what the loop reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -914,9 +913,30 @@ def test_an_object_with_slots_is_put_together() -> None:
     assert found.count == 3
 
 
-def test_an_object_that_does_not_show_what_it_holds_is_refused() -> None:
-    model = Holder(lambda m, x: m.net(x), net=mlp(2), cache=[Unreadable()]).double()
-    with raises("FC185", match="Unreadable whose attributes cannot be read"):
+def test_an_object_that_cannot_be_copied_is_refused_until_samples_may_share_it() -> None:
+    locked = Cache()
+    locked.seen = threading.Lock()  # type: ignore[assignment]
+    for cache, kind in (Unreadable(), "Unreadable"), (locked, "lock"):
+        model = Holder(lambda m, x: m.net(x), net=mlp(2), cache=[{"here": cache}]).double()
+        wrapped = wrap(model)
+        with raises("FC185", match=f"'cache' holds a {kind} that") as error:
+            wrapped(X)
+        line = str(error.value).splitlines()[-1].strip()
+        exec(line, found := {})
+        with mock.patch.object(type(cache), "__deepcopy__", found["__deepcopy__"], create=True):
+            assert wrapped(X).shape == (B, 2)
+
+
+def test_a_module_with_slots_is_refused() -> None:
+    made = type("Slotted", (Net,), {"__slots__": ("seen",)})
+    with raises("FC185", match="Slotted with __slots__"):
+        wrap(made().double())(X)
+
+
+def test_a_write_in_place_into_what_samples_share_is_refused() -> None:
+    model = Holder(lambda m, x: m.net(x) + m.seen.add_(x.detach().mean()), net=mlp(2)).double()
+    model.seen = torch.zeros(1, dtype=torch.float64)
+    with raises("FC185", match=r"wrote in place into a tensor of shape \[1\]"):
         wrap(model)(X)
 
 

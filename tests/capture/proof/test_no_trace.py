@@ -49,8 +49,6 @@ class Counted(deque[Any]):
 class Holder(nn.Module):
     """Holds ``value``, which ``change`` changes in forward."""
 
-    __slots__ = ("calls", "last")
-
     def __init__(self, value: Any, change: Callable[[Any], Any]) -> None:
         super().__init__()
         self.linear, self.value, self.change = nn.Linear(3, 2), value, change
