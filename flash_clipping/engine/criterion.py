@@ -113,12 +113,15 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
     setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
 
 
-def _is_of_pytorch(criterion: Any) -> bool:
-    """Whether it is PyTorch's own; the mean of ``CTCLoss`` is one over the lengths of targets."""
+def _unwrapped(criterion: Any) -> Any:
     while isinstance(criterion, partial):
         criterion = criterion.func
-    if criterion is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
-        return False
+    return criterion
+
+
+def _is_of_pytorch(criterion: Any) -> bool:
+    """Whether it is PyTorch's own."""
+    criterion = _unwrapped(criterion)
     of_module = type(criterion) if isinstance(criterion, nn.Module) else criterion
     return getattr(of_module, "__module__", "") in (nn.modules.loss.__name__, F.__name__)
 
@@ -127,22 +130,24 @@ class FlashLoss(DPLossFastGradientClipping):
     """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
 
     Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
-    of ``loss.backward()`` on the criterion's own scalar:
+    of ``loss.backward()`` on the mean, or sum, of the losses of samples:
 
     * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
       for each sample. Where that has further axes, a sample's loss is the mean over them (their
       sum, if losses are summed); targets that are ``ignore_index`` do not count.
-    * Any other criterion is called as it is. A scalar goes backward as it would without this class.
+    * Any other criterion is called as it is, and so is ``nn.CTCLoss``. A scalar goes backward as it
+      would without this class.
 
     It takes the logits of an output of transformers. With logits ``[B, T, V]`` and targets
     ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed).
     Targets are not shifted. Weights of classes weigh a sample's loss; none divides another's.
 
     Raises:
-        ValueError: the reductions of criterion, module and optimizer do not agree; in the first
-            call, a criterion that divides by something else than the number of its losses; in any,
-            one that broadcasts targets over samples.
+        ValueError: the reductions of criterion, module and optimizer do not agree; in a call, a
+            criterion that broadcasts targets over samples.
     """
+
+    module: GradSampleHooksFlashClipping
 
     def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
         while isinstance(criterion, DPLossFastGradientClipping):  # of an earlier make_private
@@ -159,8 +164,9 @@ class FlashLoss(DPLossFastGradientClipping):
             default = self._takes.get("reduction")
             own = default if default in ("mean", "sum") else None
         self._name = getattr(criterion, "__name__", type(criterion).__name__)
-        #: Whether its own mean, or sum, is known to be that of its losses.
-        self._is_known = own is None or _is_of_pytorch(criterion)
+        plain = _unwrapped(criterion)
+        if plain is F.ctc_loss or isinstance(plain, nn.CTCLoss):  # whose mean is over lengths, too
+            self._is_attribute, self._takes = False, {}
         found = {
             "loss_reduction": loss_reduction,
             "module.loss_reduction": module.loss_reduction,
@@ -175,11 +181,9 @@ class FlashLoss(DPLossFastGradientClipping):
                 "scalar be the criterion:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
-        session, has_buffers = getattr(module, "_session", None), isinstance(criterion, nn.Module)
-        has_buffers = has_buffers and next(criterion.buffers(), None) is not None
         self._buffers: BufferWatch | None = None
-        if session is not None and module.strict and has_buffers:
-            self._buffers = BufferWatch(criterion, session, "criterion.criterion")
+        if isinstance(criterion, nn.Module) and module.strict and [*criterion.buffers()]:
+            self._buffers = BufferWatch(criterion, module._session, "criterion.criterion")
         #: Whether it was checked whether it compares samples; losses of PyTorch do not.
         self._is_separable = _is_of_pytorch(criterion)
         # Opacus' own writes into the criterion that it is given.
@@ -198,8 +202,8 @@ class FlashLoss(DPLossFastGradientClipping):
             FlashClippingError: there are not as many losses as samples; the criterion compares
                 samples.
             NotImplementedError: the criterion changes a buffer of its own.
-            ValueError: the criterion's own reduction is another than that of its losses; or there
-                are more losses than outputs, of targets that were broadcast over samples.
+            ValueError: there are more losses than outputs, of targets that were broadcast over
+                samples.
         """
         args = _arguments(args, kwargs)
         shape = kwargs.pop("shape", None)
@@ -208,11 +212,7 @@ class FlashLoss(DPLossFastGradientClipping):
                 f"FC461 criterion: found reduction={kwargs['reduction']!r} in a call, and "
                 f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
             )
-        own = None
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if shape is None and not (self._is_known or captures):
-            with torch.no_grad(), torch.random.fork_rng():
-                own = self.criterion(*args, **kwargs)
         if shape is None and not (self._is_separable or captures):
             self._refuse_comparison(args, kwargs)
         losses = self._losses_of_call(args, kwargs)
@@ -221,11 +221,7 @@ class FlashLoss(DPLossFastGradientClipping):
             losses = losses.unflatten(0, shape[:2])
         if losses.dim() > 1:
             losses = self._of_samples(losses, self._counted(args, kwargs, losses))
-        if isinstance(own, Tensor) and not own.dim() and losses.numel():
-            mine = losses.detach()
-            self._compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
-        if hasattr(self.module, "check_losses"):
-            self.module.check_losses(losses)
+        self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
 
     def _losses_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -241,13 +237,12 @@ class FlashLoss(DPLossFastGradientClipping):
 
     def _refuse_comparison(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``FlashClippingError`` for one that compares samples, by a batch that can be halved."""
-        session: Any = getattr(self.module, "_session", None)
-        call = None if session is None else session.current_forward
+        session = self.module._session
+        call = session.current_forward
         if call is None or not (call.recorded and session.mode.enabled):
             return
-        samples = call.batch_size
-        knows_samples = session.options.batch_first and call.units is None
-        if not knows_samples or samples is None or samples < 4:
+        samples = call.batch_size or 0
+        if samples < 4 or not session.options.batch_first or call.units is not None:
             return
         self._is_separable = True
         whole: Any = self.criterion if isinstance(self.criterion, nn.Module) else nn.Module()
@@ -266,8 +261,8 @@ class FlashLoss(DPLossFastGradientClipping):
     def _of_samples(self, losses: Tensor, counted: Tensor | None) -> Tensor:
         """``[B]``: over the further axes of losses, which lie behind that of samples; ``counted``:
         which of them count, if not all."""
-        session = getattr(self.module, "_session", None)
-        call = None if session is None or session.options.batch_first else session.current_forward
+        session = self.module._session
+        call = None if session.options.batch_first else session.current_forward
         axis = int(call is not None and call.batch_size not in (None, len(losses)))
         total_B = losses.movedim(axis, 0).flatten(1).sum(1)
         if self.loss_reduction == "sum":
@@ -331,22 +326,6 @@ class FlashLoss(DPLossFastGradientClipping):
         if not is_label or target.shape not in shapes or not isinstance(index, int):
             return None
         return torch.ne(target, index).reshape(losses.shape)
-
-    def _compare(self, own: Tensor, reduced: Tensor) -> None:
-        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
-        if not bool(own.isfinite() & reduced.isfinite()):
-            return
-        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
-        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
-            self._is_known = True
-            return
-        raise InvalidValue(
-            f"FC441 criterion ({self._name}): found {float(own):.6g} with its own reduction, and "
-            f"{float(reduced):.6g} by reducing its losses of samples: it divides by something else "
-            "than their number. Divide each sample's loss by what belongs to that sample, or to "
-            "all batches. If the divisor does not depend on samples, train on the scalar itself:\n"
-            "    make_private(criterion=lambda *args: criterion(*args), ...)"
-        )
 
 
 # -- whether a criterion compares samples ----------------------------------------------------------

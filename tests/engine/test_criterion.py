@@ -144,15 +144,33 @@ def test_a_function_s_own_reduction_must_agree() -> None:
         private(partial(F.cross_entropy, reduction="sum"))
 
 
-def test_a_mean_of_another_kind_is_refused() -> None:
-    wrapped, _, returned = private(OfItsOwnKind())
+def test_a_mean_of_another_kind_is_that_of_the_losses() -> None:
+    """A divisor of its own changes neither norms nor the number of others in a sample's."""
     x, target = batch("values")
-    for _ in range(2):  # not the first time only
-        with raises("FC441", ValueError, match="OfItsOwnKind"):
-            returned(wrapped(x), target)
-    criterion = OfItsOwnKind()
-    wrapped, _, returned = private(lambda *args: criterion(*args))
-    left_by(wrapped, returned(wrapped(x), target))
+    found = []
+    for criterion in (OfItsOwnKind(), lambda *args: OfItsOwnKind()(*args) * 10 / BATCH):
+        wrapped, _, returned = private(criterion)
+        found.append(left_by(wrapped, returned(wrapped(x), target)))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("criterion", [nn.CTCLoss(), partial(F.ctc_loss, blank=0)], ids=str)
+def test_a_mean_over_lengths_too_is_the_criterion_s_own(criterion: Any) -> None:
+    x, lengths = batch("values")[0], torch.tensor([1, 2, 1, 2, 1, 2])
+    target, steps = torch.tensor([[1, 2]]).expand(BATCH, 2), torch.full((BATCH,), 3)
+
+    def loss_of(model: Any, loss: Any, rows: slice = slice(None)) -> Any:
+        words_TBC = model(x[rows]).log_softmax(1).expand(3, -1, -1)
+        return loss(words_TBC, target[rows], steps[rows], lengths[rows])
+
+    wrapped, _, returned = private(criterion)
+    norms, _ = left_by(wrapped, loss_of(wrapped, returned))
+    for b, norm in enumerate(norms):
+        plain = Model()
+        loss_of(plain, criterion, slice(b, b + 1)).backward()
+        alone = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        torch.testing.assert_close(norm, alone, rtol=1e-4, atol=0)
 
 
 def test_losses_of_different_shapes_are_not_added() -> None:
