@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.compiled import layout
+from flash_clipping.capture.compiled import wires
 from flash_clipping.ops.runtime import backend, tables
 from flash_clipping.rules import linear
 from tests.support.cases import bound_between, check_case, step_case
@@ -43,7 +43,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
             made.append(rows)
         return rows
 
-    for place in (linear, layout):
+    for place in (linear, wires):
         monkeypatch.setattr(place, "on_16_bytes", noted)
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(tables, "WORTH_A_COPY", 1)

@@ -4,58 +4,24 @@ region, and what comes back for them is recorded there."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.compiled.wires import Form, Meta, Source
+from flash_clipping.capture.compiled.wires import Slot
 from flash_clipping.capture.factor_source import ordinary_gradients
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
-from flash_clipping.factors import LinearGrad, PerSampleGrad
+from flash_clipping.factors import LinearGrad
 from flash_clipping.finish.backward_pass import Readers
-from flash_clipping.ops.runtime.tables import on_16_bytes
-
-#: What a layer's call reads, or computes with: rows that are samples; what is the same for all
-#: samples; or its own parameters, in a forward of its own.
-Kind: TypeAlias = Literal["samples", "same for all", "own"]
 
 UNPROVEN = "it was not shown that it reads the samples, one row for each"
-
-Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
-
-
-class Slot(NamedTuple):
-    """One call of a layer: what it reads, and what it leaves.
-
-    Attributes:
-        sources: what each wire gets.
-        places: its wires among all of the region.
-    """
-
-    tap: Any
-    kind: Kind
-    names: list[str]
-    params: list[nn.Parameter]
-    forms: Sequence[Form] = ()
-    sources: tuple[Source, ...] = ()
-    places: tuple[int, ...] = ()
-
-    def factors(self, wires: Sequence[Tensor | None]) -> Factors:
-        """What the gradients of all wires tell of its parameters."""
-        grads = [wires[place] for place in self.places]
-        # As outside of regions, one copy is for all that read rows that lie otherwise.
-        linear = [form for form in self.forms if isinstance(form.factor, LinearGrad)]
-        for place in {place for form in linear for place in form.places.values()}:
-            grads[place] = None if (x := grads[place]) is None else on_16_bytes(x)
-        filled = [form.filled(grads, self.tap.path) for form in self.forms]
-        return [(p, f) for p, f in zip(self.params, filled, strict=False) if f is not None]
 
 
 @dataclass
@@ -66,7 +32,6 @@ class Layout:
         batch_size: samples in that run.
         calls: by number of a tap, its calls; none if it has nothing to train, None if it has no
             wires.
-        metas: of all wires.
         refused: layers that were called and have no wires, by their paths, and why.
         unproven: those of them that may get wires, once it is proven that they read samples.
         uncompiled: why the region does not run as compiled, but for ``fullgraph``.
@@ -77,29 +42,20 @@ class Layout:
 
     batch_size: int
     calls: list[list[Slot] | None]
-    metas: list[tuple[Meta, torch.device]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
     uncompiled: str = ""
     misuse: str = ""
     outside: Any = None
     kept: Any = None
+    #: Shape, dtype and device of all wires.
+    like: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = field(default_factory=list)
 
-    def add(
-        self,
-        tap: Any,
-        kind: Kind,
-        forms: Sequence[Form] = (),
-        sources: tuple[Source, ...] = (),
-        metas: Sequence[Meta] = (),
-    ) -> None:
+    def add(self, slot: Slot) -> None:
         """Note a call of a layer."""
-        calls, (names, params) = self.calls[tap.number], tap.trainable()
-        if calls is None:
-            return
-        places = tuple(range(len(self.metas), len(self.metas) + len(metas)))
-        self.metas += [(meta, params[0].device) for meta in metas]
-        calls.append(Slot(tap, kind, names, params, forms, sources, places))
+        if (calls := self.calls[slot.tap.number]) is not None:
+            calls.append(slot)
+            self.like += [(*like, slot.params[0].device) for like in slot.like]
 
     def refuse(self, tap: Any, why: str) -> None:
         """A layer can have no wires."""
@@ -120,56 +76,28 @@ class Layout:
     @cached_property
     def wires(self) -> list[Tensor]:
         """What wires are like: one element for all of a dtype, which nothing ever reads."""
-        elements: dict[Any, Tensor] = {}
-        return [
-            elements.setdefault(
-                (dtype, device), torch.empty((), dtype=dtype, device=device)
-            ).expand(shape)
-            for (shape, dtype), device in self.metas
-        ]
+        kinds = {(dtype, device) for _, dtype, device in self.like}
+        ones = {(d, at): torch.empty((), dtype=d, device=at) for d, at in kinds}
+        return [ones[dtype, device].expand(shape) for shape, dtype, device in self.like]
 
     @cached_property
     def has_same_for_all(self) -> bool:
         """Whether something in the region is the same for all samples."""
-        return any(slot.kind in ("own", "same for all") for slot in self.slots)
-
-    def for_batch(self, batch_size: int) -> Layout | None:
-        """The same for another number of samples: the rows of each wire are theirs. None where
-        these rows are no multiple of the samples."""
-        shapes = [shape for (shape, _), _ in self.metas]
-        if any(shape[0] % self.batch_size for shape in shapes):
-            return None
-        metas: list[tuple[Meta, torch.device]] = [
-            (((shape[0] // self.batch_size * batch_size, *shape[1:]), dtype), device)
-            for (shape, dtype), device in self.metas
-        ]
-        return replace(self, batch_size=batch_size, metas=metas)
+        return any(slot.kind != "samples" for slot in self.slots)
 
 
-def kind_of_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, axis: int
-) -> tuple[Hashable, bool]:
-    """What a region was called with, and whether something in it has a row for each sample: how
-    many these are is then left out."""
+def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+    """What a region was called with."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kind: list[Hashable] = [repr(spec)]
-    devices = set()
-    has_rows = False
     for leaf in leaves:
-        if leaf is None or isinstance(leaf, bool | int | float | str):
-            kind.append(leaf)
-            continue
-        kind.append(repr(type(leaf)))
-        for x in tensors_in(leaf):
-            shape: tuple[Any, ...] = tuple(x.shape)
-            if batch_size > 1 and shape[axis : axis + 1] == (batch_size,):
-                has_rows, shape = True, (*shape[:axis], "samples", *shape[axis + 1 :])
-            kind += (x.dtype, x.device, shape)
-            devices.add(x.device.type)
-    for device in sorted(devices):
+        plain = leaf is None or isinstance(leaf, bool | int | float | str)
+        kind.append(leaf if plain else repr(type(leaf)))
+        kind += [(x.dtype, x.device, tuple(x.shape)) for x in tensors_in(leaf)]
+    for device in sorted({x.device.type for x in tensors_in((args, kwargs))}):
         if torch.is_autocast_enabled(device):
             kind.append(torch.get_autocast_dtype(device))
-    return tuple(kind), has_rows
+    return tuple(kind)
 
 
 class Wired(torch.autograd.Function):
@@ -199,17 +127,16 @@ class Wired(torch.autograd.Function):
                 "flash clipping does not have. Call backward() without create_graph, or take such "
                 f"gradients on the unwrapped model.{ONE_BY_ONE}"
             )
-        of_slots = [(slot.tap, slot.factors(grads)) for slot in layout.slots]
-        found = [(tap, factors) for tap, factors in of_slots if factors]
+        of_slots = [(slot.tap, *slot.recorded(grads)) for slot in layout.slots]
+        found = [(tap, params, factors) for tap, params, factors in of_slots if params]
         if not session.mode.enabled:  # since forward
-            pairs = [pair for _, factors in found for pair in factors]
+            pairs = [pair for _, *of_one in found for pair in zip(*of_one, strict=True)]
             return None, None, *ordinary_gradients(session, layout.params, pairs)
         if found:
             backward_pass = found[0][0].running_backward_pass(recomputed)
-            readers = _readers(call, [factors[0][1] for _, factors in found])
-            for (tap, factors), of_tap in zip(found, readers, strict=True):
-                params, of_params = zip(*factors, strict=True)
-                tap.record_on(backward_pass, params, of_params, of_tap)
+            readers = _readers(call, [factors[0] for _, _, factors in found])
+            for (tap, params, factors), of_tap in zip(found, readers, strict=True):
+                tap.record_on(backward_pass, params, factors, of_tap)
         return None, None, *[None] * len(layout.params)
 
 
@@ -223,18 +150,16 @@ class Handed(NamedTuple):
     recomputed: bool
 
 
-def _readers(call: ForwardCall | None, of_layers: Sequence[PerSampleGrad]) -> list[Readers | None]:
+def _readers(call: ForwardCall | None, of_layers: Sequence[Any]) -> list[Readers | None]:
     """For every layer, where it is looked up how many layers read its input."""
-    if call is None:
-        return [None] * len(of_layers)
     places: dict[Hashable, int] = {}
-    readers: list[Readers | None] = []
-    for factor in of_layers:
-        place = len(call.readers)
-        if isinstance(factor, LinearGrad):
-            place = places.setdefault(factor.shares_input_with(), place)
+    found: list[Readers | None] = []
+    for number, factor in enumerate(of_layers if call is not None else ()):
+        assert call is not None
+        shared = factor.shares_input_with() if isinstance(factor, LinearGrad) else number
+        place = places.setdefault(shared, len(call.readers))
         if place == len(call.readers):
             call.readers.append(0)
         call.readers[place] += 1
-        readers.append((call, place))
-    return readers
+        found.append((call, place))
+    return found if call is not None else [None] * len(of_layers)

@@ -104,16 +104,12 @@ class Region:
         return inspect.signature(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return self.inner(*args, **kwargs)  # a part of another region
         session, call = self.session, self.session.current_forward
-        if (
-            self.compiled is None
-            or session.mode.bypassed  # a run that only looks
-            or session.mode.comparing
-            or (call is not None and call.reads is not None)  # a look at what is read
-        ):
+        if is_dynamo_compiling() or self.compiled is None:  # a part of another region, or a copy
             return self.inner(*args, **kwargs)
+        mode = session.mode
+        if mode.bypassed or mode.comparing or (call is not None and call.reads is not None):
+            return self.inner(*args, **kwargs)  # a look at what is read
         if session.rows.positions is not None:
             raise FlashClippingError(
                 f"FC285 {self.path}: it is compiled, and units are parts of rows (Documents with a "
@@ -121,7 +117,7 @@ class Region:
                 "or give every document a row of its own, with a map of rows."
             )
         if not session.recording:
-            if session.mode.enabled and call is not None and call.recorded and not in_backward():
+            if mode.enabled and call is not None and call.recorded and not in_backward():
                 # The first forward of re-entrant checkpointing, without autograd. How often a layer
                 # is used is not known then: none may pass for used once.
                 for tap in self.taps:
@@ -134,60 +130,44 @@ class Region:
             args, kwargs = map_tensors(arrived, (args, kwargs))
         # What is the same for all samples gets a row for each, as many as the model has now.
         batch_size = 0 if call is None else call.batch_size or 0
-        kind, has_rows = kind_of_call(args, kwargs, batch_size, session.options.batch_axis)
         trainables = [tap.trainable()[0] for tap in self.taps]
-        kind = kind, tuple([*map(id, trainables)]), tuple([*map(kind_of, self.taps)])
-        key = kind, batch_size
-        layout = self._layouts.get(key)
-        if layout is None and has_rows and kind in self._layouts:
-            layout = self._layouts[kind].for_batch(batch_size)
-            if layout is not None:
-                self._keep(key, layout)
-        known = layout is not None
-        while True:
-            if layout is None:
-                layout = self._learn(batch_size, args, kwargs)
-                layout.kept = trainables
-                self._keep(key, layout)
-                if has_rows:
-                    self._keep(kind, layout)
-            traces.misfits, traces.inside = False, []
-            try:
-                if layout.unproven and not self._tried.issuperset(layout.unproven):
-                    # As eager taps do, take what they read for samples, to be proven after this.
-                    self._tried |= layout.unproven
-                    return self.inner(*args, **kwargs)
-                if layout.uncompiled and not self.fullgraph:
-                    if not self._warned:
-                        why = layout.uncompiled
-                        warn(f"FC711 {self.path} runs uncompiled, as {why}", stacklevel=2)
-                    self._warned = True
-                    return self.inner(*args, **kwargs)
-                return self._run(layout, args, kwargs)
-            except FlashClippingError:
+        shown = tuple([*map(kind_of, self.taps)])
+        key = batch_size, kind_of_call(args, kwargs), tuple(map(id, trainables)), shown
+        known = key in self._layouts
+        if not known:
+            self._layouts[key] = layout = self._learn(batch_size, args, kwargs)
+            layout.kept = trainables
+            if len(self._layouts) > REMEMBERED:
+                del self._layouts[next(iter(self._layouts))]
+        layout = self._layouts[key]
+        if not self._tried.issuperset(layout.unproven):
+            # As eager taps do, take what they read for samples, to be proven after this.
+            self._tried |= layout.unproven
+            return self.inner(*args, **kwargs)
+        if layout.uncompiled and not self.fullgraph:
+            if not self._warned:
+                why = layout.uncompiled
+                warn(f"FC711 {self.path} runs uncompiled, as {why}", stacklevel=2)
+            self._warned = True
+            return self.inner(*args, **kwargs)
+        traces.misfits, traces.inside = False, []
+        try:
+            return self._run(layout, args, kwargs)
+        except Exception as error:
+            if traces.inside and not isinstance(error, FlashClippingError):
+                raise FlashClippingError(
+                    f"FC403 {', '.join(dict.fromkeys(traces.inside))}: called inside an operator "
+                    "with a body of its own (torch.cond, while_loop, scan, a nested compile "
+                    "region). Call the layer outside of it, or leave this part uncompiled."
+                ) from error
+            # With one graph for all, nothing has run while it is traced. Otherwise a part may have.
+            if not (traces.misfits and known and self.fullgraph and is_compilers_error(error)):
                 raise
-            except Exception as error:
-                if traces.inside:
-                    raise FlashClippingError(
-                        f"FC403 {', '.join(dict.fromkeys(traces.inside))}: called inside an "
-                        "operator with a body of its own (torch.cond, while_loop, scan, a nested "
-                        "compile region). Call the layer outside of it, or leave this part "
-                        "uncompiled."
-                    ) from error
-                # With one graph for all, nothing has run while it is traced. Otherwise a part may
-                # have.
-                if not (traces.misfits and known and self.fullgraph and is_compilers_error(error)):
-                    raise
-                layout, known = None, False
-            finally:
-                if traces.misfits:  # some layers ran alone; it is learned again
-                    self._layouts.pop(key, None)
-                    self._layouts.pop(kind, None)
-
-    def _keep(self, key: Hashable, layout: Layout) -> None:
-        self._layouts[key] = layout
-        if len(self._layouts) > REMEMBERED:
-            del self._layouts[next(iter(self._layouts))]
+            del self._layouts[key]
+            return self(*args, **kwargs)
+        finally:
+            if traces.misfits:  # some layers ran alone; it is learned again
+                self._layouts.pop(key, None)
 
     def _run(self, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""

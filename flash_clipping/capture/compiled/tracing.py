@@ -6,11 +6,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import (
     constant_in_traces,
@@ -19,7 +19,7 @@ from flash_clipping._compat import (
     tracing_context,
     transforms_are_active,
 )
-from flash_clipping.capture.compiled.layout import UNPROVEN, Kind, Layout, Slot
+from flash_clipping.capture.compiled.layout import UNPROVEN
 from flash_clipping.capture.compiled.unbatched import (
     SameRows,
     Unbatched,
@@ -29,10 +29,11 @@ from flash_clipping.capture.compiled.unbatched import (
     same_for_all,
 )
 from flash_clipping.capture.compiled.wires import (
+    Kind,
     PerSampleParameters,
     RuleOnWires,
-    forms_of_parameters,
-    forms_of_rule,
+    Slot,
+    Trained,
     rule_of,
 )
 from flash_clipping.capture.proxies.parameter_proxy import circumstances
@@ -84,7 +85,7 @@ def _kind_of_constant(tap: Any) -> Kind | None:
     return None
 
 
-# -- what runs while Dynamo traces -----------------------------------------------------------------
+# -- what Dynamo asks while it traces --------------------------------------------------------------
 
 #: How often each tap was traced, by its number, in traces that began where a region does.
 _claims: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
@@ -118,12 +119,8 @@ def _may_claim() -> bool:
     once: no transform of torch.func, whose derivatives pass wires by, and no subgraph that is
     stamped out several times (``nested_compile_region``, scan, branches)."""
     context = tracing_context()
-    return (
-        context is not None
-        and context in _claims
-        and not transforms_are_active()
-        and is_traced_once()
-    )
+    begun = context is not None and context in _claims
+    return begun and not transforms_are_active() and is_traced_once()
 
 
 @constant_in_traces
@@ -154,6 +151,9 @@ def _note_misfit() -> bool:
     return True
 
 
+# -- calls of layers -------------------------------------------------------------------------------
+
+
 def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
@@ -168,7 +168,7 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             number = _claim(tap.number)
             if number < len(calls):
                 wires = [active[1][place] for place in calls[number].places]
-                on_wires = _on_wires if tap.boundary is None else _inside_of_boundary
+                on_wires = _on_wires if tap.boundary is None else _on_local_wires
                 fits, output = on_wires(tap, calls[number], wires, args, kwargs)
                 if fits:
                     return output
@@ -176,6 +176,68 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_in_an_operator():  # its path is a guard, which elsewhere would be one of every layer
         _note_operator(tap.path)
     return by_itself(tap, args, kwargs)
+
+
+def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tapped layer while a region learns what its layers leave: on wires that lead nowhere."""
+    trained = tap.trainable()
+    if tap.number < 0 or not trained[1]:
+        return tap.original(*args, **kwargs)
+
+    if tap.boundary is None:
+        return _noted(tap, tap.layer, trained, args, kwargs)
+    local = tap.boundary.local_layer(tap.layer)  # which knows how many words are its own, say
+    return _inside_of_boundary(tap, lambda x: _noted(tap, local, trained, (x,), {}), args, kwargs)
+
+
+def _noted(
+    tap: Any, layer: Any, trained: Trained, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    layout, axis = tap.session.mode.learning, tap.session.options.batch_axis
+    kind, why = kind_of(tap)
+    x = _only_tensor(args, kwargs)
+    is_expanded = isinstance(x, SameRows) and kind == "samples"
+    if isinstance(x, Unbatched) and tap.rule and why in ("", UNPROVEN) and not is_expanded:
+        kind, why = _kind_of_constant(tap), UNPROVEN
+    if kind == "samples" and x is not None and not rule_of(tap).serves(tap.layer, x):
+        kind, why = None, "its rule does not serve what it reads"
+        if _has_rows(tap) and tap.boundary is None:
+            kind = "own"
+    constant = kind == "same for all"
+    if kind in ("own", "same for all") and layout.misuse:
+        kind, why = None, layout.misuse
+    slot, first, why = None, len(layout.like), why or NOT_ONE_TENSOR
+
+    def of_rule(kind: Kind, x: Tensor) -> Slot:
+        return Slot.of_rule(tap, layer, kind, trained, x, first)
+
+    try:
+        if kind == "own" and layout.batch_size:
+            slot = Slot.of_parameters(tap, trained, layout.batch_size, first)
+        elif constant and kind and x is not None and layout.batch_size:
+            slot = of_rule(kind, _rows_of_each(x, layout.batch_size))
+        elif kind == "samples" and x is not None and x.dim() > axis:
+            slot = of_rule(kind, _rows_of_samples(x, axis))
+    except UnsupportedLayer as error:
+        why = str(error)
+    if slot is None:
+        layout.refuse(tap, why)
+        if constant:
+            layout.uncompiled = (
+                f"{tap.path}: {why}. Such values cannot go from one graph to the next: expand what "
+                "the layer reads over the batch, x.expand(batch_size, ...)."
+            )
+        refuse_constants(tap.path, args, kwargs)
+        return tap.original(*args, **kwargs)
+    layout.add(slot)
+    if kind == "own" and layout.outside != circumstances():
+        # Dynamo puts nothing in a parameter's place there.
+        layout.refuse(tap, "it uses its parameters itself, inside of an activation checkpoint")
+    at = slot.params[0].device
+    ones = [torch.empty((), dtype=dtype, device=at, requires_grad=True) for _, dtype in slot.like]
+    wires = [one.expand(shape) for one, (shape, _) in zip(ones, slot.like, strict=True)]
+    fits, output = _on_wires(tap, slot, wires, args, kwargs)
+    return output if fits else tap.original(*args, **kwargs)
 
 
 def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -188,14 +250,25 @@ def _on_wires(
     tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """Whether a call is what the region has learned, and the layer's output on its wires."""
-    params = [param for _, _, param in _own_parameters(tap)]
-    if tap.boundary is None and not all([isinstance(p, torch.nn.Parameter) for p in params]):
+    own = _own_parameters(tap)
+    params = [param for _, _, param in own]
+    if tap.boundary is None and not all([isinstance(p, nn.Parameter) for p in params]):
         return False, None  # functional_call has put something else there: no wire leads there
     if slot.kind == "own":
         if len(params) != len(wires):
             return False, None
-        rows = PerSampleParameters.apply(*params, *wires)
-        return True, _on_own_parameters(tap, rows, args, kwargs)
+        if is_dynamo_compiling():
+            rows = PerSampleParameters.apply(*params, *wires)
+        else:  # varied: by numbers that are 0 nobody sees how often they are added up
+            varied = [param + torch.randn_like(param) * 1e-2 for param in params]
+            rows = [x.expand(wire.shape) for x, wire in zip(varied, wires, strict=True)]
+        try:
+            for (owner, name, _), param_B in zip(own, rows, strict=True):
+                owner._parameters[name] = same_for_all(param_B, tap.path)
+            return True, tap.original(*args, **kwargs)
+        finally:
+            for owner, name, param in own:
+                owner._parameters[name] = param
     x = _only_tensor(args, kwargs)
     same, axis = slot.kind == "same for all", tap.session.options.batch_axis
     if x is None or (isinstance(x, Unbatched) and not (same or isinstance(x, SameRows))):
@@ -218,29 +291,6 @@ def _rows_of_samples(x: Tensor, axis: int) -> Tensor:
     return x.transpose(0, axis) if axis else x
 
 
-def _inside_of_boundary(
-    tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
-    """The same of a layer that is cut over processes: wires are of this process's part."""
-    layer, fits = tap.layer, []
-    whole = dict(layer._parameters)
-
-    def tapped(x: Tensor) -> Any:
-        local = tap.boundary.local_parameters(layer)
-        try:
-            for name in whole:
-                layer._parameters[name] = local[name]
-            found, y = _on_wires(tap, slot, wires, (x,), {})
-            fits.append(found)
-            return y if found else tap.original(x)
-        finally:
-            for name in whole:
-                layer._parameters[name] = whole[name]
-
-    output = tap.boundary.call(layer, tapped, args, kwargs)
-    return fits[0], output
-
-
 def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
     """Those that a module computes with itself and that are trainable, and where they are."""
     return [
@@ -251,21 +301,39 @@ def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _on_own_parameters(
-    tap: Any, rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _inside_of_boundary(
+    tap: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The module's own forward, with its parameters as what is the same for all samples.
+    """A layer that is cut over processes, on this process's part of its parameters."""
+    layer = tap.layer
+    whole = dict(layer._parameters)
 
-    ``rows``: each of them for every sample, ``[B, *parameter]``.
-    """
-    found = _own_parameters(tap)
-    try:
-        for (owner, name, _), param_B in zip(found, rows, strict=True):
-            owner._parameters[name] = same_for_all(param_B, tap.path)
-        return tap.original(*args, **kwargs)
-    finally:
-        for owner, name, param in found:
-            owner._parameters[name] = param
+    def tapped(x: Tensor) -> Any:
+        local = tap.boundary.local_parameters(layer)
+        try:
+            for name in whole:
+                layer._parameters[name] = local[name]
+            return run(x)
+        finally:
+            for name in whole:
+                layer._parameters[name] = whole[name]
+
+    return tap.boundary.call(layer, tapped, args, kwargs)
+
+
+def _on_local_wires(
+    tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """:func:`_on_wires` of a layer that is cut over processes."""
+    fits: list[bool] = []
+
+    def on_wires(x: Tensor) -> Any:
+        found, y = _on_wires(tap, slot, wires, (x,), {})
+        fits.append(found)
+        return y if found else tap.original(x)
+
+    output = _inside_of_boundary(tap, on_wires, args, kwargs)
+    return fits[0], output
 
 
 @never_compiled
@@ -286,77 +354,3 @@ def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tap(*args, **kwargs)
     finally:
         session.mode.by_itself = before
-
-
-# -- what runs before ------------------------------------------------------------------------------
-
-
-def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The layer's own forward, while a region learns what its layers leave."""
-    if tap.number < 0 or not tap.trainable()[1]:
-        return tap.original(*args, **kwargs)
-    if tap.boundary is None:
-        return _noted_call(tap, tap.layer, tap.original, args, kwargs)
-
-    def tapped(x: Tensor) -> Any:
-        local = tap.boundary.local_layer(tap.layer)
-        return _noted_call(tap, local, MethodType(type(local).forward, local), (x,), {})
-
-    return tap.boundary.call(tap.layer, tapped, args, kwargs)
-
-
-def _noted_call(
-    tap: Any,
-    layer: Any,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    layout, axis = tap.session.mode.learning, tap.session.options.batch_axis
-    kind, why = kind_of(tap)
-    x = _only_tensor(args, kwargs)
-    if isinstance(x, Unbatched) and tap.rule is not None and why in ("", UNPROVEN):
-        if isinstance(x, SameRows) and kind == "samples":
-            x = memory_of(x)
-            args, kwargs = (x,), {}
-        else:
-            kind, why = _kind_of_constant(tap), UNPROVEN
-    if kind == "samples" and x is not None and not rule_of(tap).serves(layer, x):
-        kind, why = ("own" if _has_rows(tap) else None), "its rule does not serve what it reads"
-    if kind in ("own", "same for all") and layout.misuse:
-        if kind == "same for all":
-            layout.uncompiled = (
-                f"{tap.path}: {layout.misuse}. Such values cannot go from one graph to the next: "
-                "expand what the layer reads over the batch, x.expand(batch_size, ...)."
-            )
-        kind, why = None, layout.misuse
-    if kind == "own" and layout.batch_size:
-        return _noted_own_call(tap, layout, args, kwargs)
-    if kind == "same for all" and x is not None and layout.batch_size:
-        read = _rows_of_each(x, layout.batch_size)
-    elif kind == "samples" and x is not None and x.dim() > axis:
-        read = _rows_of_samples(x, axis)
-    else:
-        layout.refuse(tap, why or NOT_ONE_TENSOR)
-        refuse_constants(tap.path, args, kwargs)
-        return original(*args, **kwargs)
-    try:
-        layout.add(tap, kind, *forms_of_rule(rule_of(tap), layer, tap.trainable()[0], read))
-    except UnsupportedLayer as error:
-        layout.refuse(tap, str(error))
-    if kind == "same for all":
-        return same_for_all(original(read), tap.path)
-    return original(*args, **kwargs)
-
-
-def _noted_own_call(tap: Any, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module that uses its parameters itself, and may be called again inside."""
-    params = [param for _, _, param in _own_parameters(tap)]
-    forms, metas = forms_of_parameters(params, layout.batch_size)
-    layout.add(tap, "own", forms, (), metas)
-    if layout.outside != circumstances():  # Dynamo puts nothing in a parameter's place there
-        layout.refuse(tap, "it uses its parameters itself, inside of an activation checkpoint")
-    # Varied: by numbers that are 0 nobody sees how often they are added up.
-    varied = [param + torch.randn_like(param) * 1e-2 for param in params]
-    rows = [param.expand(layout.batch_size, *param.shape) for param in varied]
-    return _on_own_parameters(tap, rows, args, kwargs)

@@ -2,7 +2,7 @@
 
 No rule knows of wires. Its backward runs inside the region, and every tensor that its factors hold
 becomes the gradient of a wire. How many these are, and of which shapes, shows when the rule runs
-once before (:func:`forms_of_rule`); then factors of the same form are put together again from what
+once before (:meth:`Slot.of_rule`); then factors of the same form are put together again from what
 arrives.
 
 Shape suffixes: ``B`` samples."""
@@ -11,52 +11,122 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import DenseGrad, PerSampleGrad
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad
+from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import GradRequest, UnsupportedLayer
 
-#: Shape and dtype of a wire.
-Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+#: What a layer's call reads, or computes with: rows that are samples; what is the same for all
+#: samples; or its own parameters, in a forward of its own.
+Kind: TypeAlias = Literal["samples", "same for all", "own"]
 
-#: What a wire gets: a parameter's name, and an attribute of its factor.
-Source: TypeAlias = tuple[str, str]
+#: Names and parameters that a layer trains.
+Trained: TypeAlias = tuple[Sequence[str], Sequence[nn.Parameter]]
 
 
-class Form(NamedTuple):
-    """A factor whose tensors are still to come.
+class Slot(NamedTuple):
+    """One call of a layer: what it reads, and what it leaves.
 
     Attributes:
-        factor: with tensors on the meta device.
-        places: of its tensors, by the attribute that holds them: which of the call's wires.
+        params: what it trains.
+        factors: of each of these, with tensors on the meta device.
+        held: for each factor, by the attribute that holds a tensor, which wire brings it.
+        names, sources: of parameters; what each wire gets: of which, and which attribute.
+        like: shape and dtype of each wire.
+        places: the wires among all of the region.
     """
 
-    factor: PerSampleGrad
-    places: dict[str, int]
+    tap: Any
+    kind: Kind
+    params: Sequence[nn.Parameter]
+    factors: Sequence[PerSampleGrad]
+    held: Sequence[dict[str, int]]
+    names: Sequence[str]
+    sources: tuple[tuple[str, str], ...]
+    like: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    places: tuple[int, ...]
 
-    def filled(self, grads: Sequence[Tensor | None], path: str) -> PerSampleGrad | None:
-        """The factor of the gradients of the call's wires; None if nothing was reached.
+    @classmethod
+    def of_rule(
+        cls, tap: Any, layer: Any, kind: Kind, trained: Trained, x: Tensor, first: int
+    ) -> Slot:
+        """What a call of a layer will leave whose rule reads ``x``, on wires from ``first`` on;
+        ``layer`` holds the parameters of this process.
 
         Raises:
-            FlashClippingError: only some of its wires were reached.
+            UnsupportedLayer: the rule saves what is no tensor.
         """
-        all_grads = {name: grads[place] for name, place in self.places.items()}
-        found = {name: grad for name, grad in all_grads.items() if grad is not None}
-        if not found:
-            return None
-        if len(found) < len(all_grads):
-            raise FlashClippingError(
-                f"FC713 {path}: in a compiled model, only a part of what its norm needs "
-                "arrived. Call the layer with a tensor that requires grad, or compile the "
-                "model without it."
-            )
-        factor, dtypes = copy.copy(self.factor), vars(self.factor)
-        vars(factor).update({name: x.to(dtypes[name].dtype) for name, x in found.items()})
-        return factor
+        (names, params), rule = trained, rule_of(tap)
+        with torch.no_grad():
+            output, saved = rule.forward(layer, x)
+            if not all(value is None or isinstance(value, Tensor) for value in saved):
+                raise UnsupportedLayer("FC715 its rule saves what is no tensor")
+            needs = GradRequest((False,), frozenset(names), "torch", traced=True)
+            by_name = rule.backward(layer, saved, torch.zeros_like(output), needs)[1]
+        wires: dict[int, int] = {}  # by the tensor's id: several factors may hold it
+        tensors: list[Tensor] = []
+        sources: list[tuple[str, str]] = []
+        factors: list[PerSampleGrad] = []
+        held: list[dict[str, int]] = []
+        for name in names:
+            factors.append(factor := copy.copy(by_name[name]))
+            held.append({of: id(x) for of, x in vars(factor).items() if isinstance(x, Tensor)})
+            for of, key in held[-1].items():
+                tensor = vars(factor)[of]
+                if wires.setdefault(key, first + len(tensors)) == first + len(tensors):
+                    tensors.append(tensor)
+                    sources.append((name, of))
+                held[-1][of] = wires[key]
+                # It may be the layer's input, whose graph must not be held.
+                vars(factor)[of] = tensor.detach().to("meta")
+        like = [(tuple(x.shape), _as_gradient(x).dtype) for x in tensors]
+        places = tuple(range(first, first + len(tensors)))
+        return cls(tap, kind, params, factors, held, names, tuple(sources), like, places)
+
+    @classmethod
+    def of_parameters(cls, tap: Any, trained: Trained, batch_size: int, first: int) -> Slot:
+        """What parameters leave that a module uses itself: a gradient for each sample."""
+        names, params = trained
+        like = [((batch_size, *param.shape), param.dtype) for param in params]
+        factors = [DenseGrad(torch.empty(shape, dtype=d, device="meta")) for shape, d in like]
+        places = tuple(range(first, first + len(params)))
+        held = [{"grads": place} for place in places]
+        return cls(tap, "own", params, factors, held, names, (), like, places)
+
+    def recorded(
+        self, wires: Sequence[Tensor | None]
+    ) -> tuple[list[nn.Parameter], list[PerSampleGrad]]:
+        """The parameters that were reached, and their factors, by the gradients of all wires.
+
+        Raises:
+            FlashClippingError: only some of a factor's wires were reached.
+        """
+        grads = {place: wires[place] for place in self.places}
+        for factor, held in zip(self.factors, self.held, strict=True):
+            # As outside of regions, one copy is for all that read rows that lie otherwise.
+            for place in held.values() if isinstance(factor, LinearGrad) else ():
+                grads[place] = None if (x := grads[place]) is None else on_16_bytes(x)
+        params: list[nn.Parameter] = []
+        factors: list[PerSampleGrad] = []
+        for param, factor, held in zip(self.params, self.factors, self.held, strict=True):
+            found = {of: x for of, place in held.items() if (x := grads[place]) is not None}
+            if found and len(found) < len(held):
+                raise FlashClippingError(
+                    f"FC713 {self.tap.path}: in a compiled model, only a part of what its norm "
+                    "needs arrived. Call the layer with a tensor that requires grad, or compile "
+                    "the model without it."
+                )
+            if found:
+                like = vars(factor)
+                params.append(param)
+                factors.append(filled := copy.copy(factor))
+                vars(filled).update({of: x.to(like[of].dtype) for of, x in found.items()})
+        return params, factors
 
 
 def rule_of(tap: Any) -> Any:
@@ -66,44 +136,6 @@ def rule_of(tap: Any) -> Any:
 
 def _as_gradient(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.to(torch.float64)  # a gradient holds no integers
-
-
-def forms_of_rule(
-    rule: Any, layer: Any, names: Sequence[str], x: Tensor
-) -> tuple[list[Form], tuple[Source, ...], list[Meta]]:
-    """What a call of a layer will leave.
-
-    Returns:
-        The forms of the factors of its parameters, what each wire gets, and what wires are like.
-    """
-    needs = GradRequest((False,), frozenset(names), "torch", traced=True)
-    with torch.no_grad():
-        output, saved = rule.forward(layer, x)
-        if not all(value is None or isinstance(value, Tensor) for value in saved):
-            raise UnsupportedLayer("FC715 its rule saves what is no tensor")
-        by_name = rule.backward(layer, saved, torch.zeros_like(output), needs)[1]
-    forms = [Form(copy.copy(by_name[name]), {}) for name in names]
-    tensors: list[Tensor] = []  # each once, though several factors may hold it
-    sources: list[Source] = []
-    for name, form in zip(names, forms, strict=True):
-        for attribute, held in vars(form.factor).items():
-            if isinstance(held, Tensor):
-                place = next((n for n, other in enumerate(tensors) if other is held), len(tensors))
-                form.places[attribute] = place
-                if place == len(tensors):
-                    tensors.append(held)
-                    sources.append((name, attribute))
-        # They may be the layer's input, whose graph must not be held.
-        like = {of: tensors[place].detach().to("meta") for of, place in form.places.items()}
-        vars(form.factor).update(like)
-    return forms, tuple(sources), [(tuple(x.shape), _as_gradient(x).dtype) for x in tensors]
-
-
-def forms_of_parameters(params: Sequence[Tensor], batch_size: int) -> tuple[list[Form], list[Meta]]:
-    """What parameters leave that a module uses itself: a gradient for each sample."""
-    metas = [((batch_size, *param.shape), param.dtype) for param in params]
-    grads = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas]
-    return [Form(DenseGrad(x), {"grads": n}) for n, x in enumerate(grads)], metas
 
 
 class RuleOnWires(torch.autograd.Function):
@@ -120,7 +152,7 @@ class RuleOnWires(torch.autograd.Function):
         ctx: Any,
         tap: Any,
         names: Sequence[str],
-        sources: Sequence[Source],
+        sources: Sequence[tuple[str, str]],
         x: Tensor,
         *wires: Tensor,
     ) -> Tensor:
