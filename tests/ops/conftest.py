@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(strict)
 
 
+@pytest.fixture(autouse=True)
+def variables_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests change them; the library reads them once."""
+    monkeypatch.setattr(backend, "_resolved", backend._resolved.__wrapped__)
+
+
 @pytest.fixture(autouse=True, scope="package")
 def hints_are_true() -> Iterator[None]:
     """On a GPU, a number that is no multiple of what ``tl.multiple_of`` says makes masks wrong."""

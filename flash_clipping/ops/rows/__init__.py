@@ -73,44 +73,11 @@ def row_sums(
     Args:
         rows: tensors ``[B, T, n]`` of one B, T and dtype; each has an n of its own.
         normalized: for each an ``x̂`` of the same shape, or None; those that are of one dtype.
-        memo: what was kept for operands of the same layout, which need no checks.
+        memo: what was kept for operands of the same layout.
 
     Returns:
         The sums side by side, ``[B, N]``, and the squared norms of each, ``[P, B]``; both in fp32
         (float64 for float64), and summed in a fixed order.
     """
-    if normalized is None:
-        normalized = [None] * len(rows)
-    if not memo:
-        _check(rows, normalized)
-        if memo is not None:
-            memo["checked"] = True
-    return backends.run(reference.row_sums, backend, rows[0], rows, normalized, memo)
-
-
-def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
-    first = rows[0]
-    if len(normalized) != len(rows):
-        raise InvalidValue(
-            f"FC303 row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
-            "expected one, or None, for each."
-        )
-    dtypes = {x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None}
-    if len(dtypes) > 1:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise InvalidValue(f"FC303 row_sums takes normalized tensors of one dtype; found {found}.")
-    for x, x_hat in zip(rows, normalized, strict=True):
-        if x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype:
-            raise InvalidValue(
-                f"FC303 row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
-                f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
-            )
-        if x_hat is None:
-            continue
-        per_row = [s.shape[:1] == x.shape[:1] and s.numel() == x[..., 0].numel() for s in x_hat[1:]]
-        if x_hat.x_BTn.shape != x.shape or not all(per_row):
-            found = ", ".join(str(tuple(tensor.shape)) for tensor in x_hat)
-            raise InvalidValue(
-                "FC303 row_sums takes normalized tensors of the rows' shape, with means and rstds "
-                f"of every row, [B, ..., 1]; found {found} beside rows {tuple(x.shape)}."
-            )
+    x_hats = [None] * len(rows) if normalized is None else normalized
+    return backends.run(reference.row_sums, backend, rows[0], rows, x_hats, memo)

@@ -22,12 +22,7 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import (
-    compilation_by_executor,
-    constant_in_traces,
-    graph_task,
-    is_autocasting,
-)
+from flash_clipping._compat import compilation_by_executor, constant_in_traces, is_autocasting
 from flash_clipping.errors import Coded, InvalidValue
 
 P = ParamSpec("P")
@@ -54,25 +49,22 @@ _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
 
 
-class _Backward(threading.local):
-    """The backward pass that this thread was in last.
+class _Thread(threading.local):
+    """What this thread's launches and products are for.
 
     Attributes:
-        task: its number.
-        chosen: the implementations chosen in it, by backend and kind of tensor.
-        precise_on: at its end, the device type on which products are precise already.
+        precise_on: at the end of a backward pass, the device type on which products are precise
+            already.
         only_compiles: whether this thread's launches compile and start nothing. (Another thread's
             start, of an operation that was under way before.)
     """
 
     def __init__(self) -> None:
-        self.task = -1
-        self.chosen: dict[tuple[str, torch.dtype, bool], str] = {}
         self.precise_on = ""
         self.only_compiles = False
 
 
-_backward = _Backward()
+_thread = _Thread()
 compilation: Any = None
 """Inside of :func:`compiled_side_by_side`, Triton's mode that compiles by an executor."""
 
@@ -119,28 +111,34 @@ def compiles_kernels() -> bool:
 def resolve(backend: str, tensor: Tensor) -> str:
     """Turn ``backend`` into ``"triton"`` or ``"torch"`` for an operation on ``tensor``.
 
-    ``"auto"`` (which the environment variable ``FLASH_CLIPPING_BACKEND`` overrides) means Triton
-    for fp32, bf16 and fp16 on a GPU, and PyTorch elsewhere. float64 always runs in PyTorch.
+    ``"auto"`` (which the environment variable ``FLASH_CLIPPING_BACKEND`` overrides, as it is at the
+    first operation) means Triton for fp32, bf16 and fp16 on a GPU, and PyTorch elsewhere. float64
+    always runs in PyTorch.
 
     Raises:
         ValueError: an unknown name, or ``"triton"`` for a tensor that no kernel can read.
     """
+    return _resolved(backend, tensor.dtype, tensor.device.type)
+
+
+@functools.cache  # to read the environment takes the host a while
+def _resolved(backend: str, dtype: torch.dtype, device: str) -> str:
     source = "backend"
     if backend == "auto":
         source, backend = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
     if backend not in BACKENDS:
         raise InvalidValue(f"FC301 {source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
-    if backend == "torch" or tensor.dtype not in _TRITON_DTYPES:
+    if backend == "torch" or dtype not in _TRITON_DTYPES:
         return "torch"
     if backend == "triton":
-        if not tensor.is_cuda and not is_interpreting():
+        if device != "cuda" and not is_interpreting():
             raise InvalidValue(
-                f"FC721 {source} is 'triton' but the tensor is on {tensor.device}. Use 'auto' or "
+                f"FC721 {source} is 'triton' but the tensor is on {device}. Use 'auto' or "
                 "'torch', or set TRITON_INTERPRET=1 before Triton is imported to debug kernels "
                 "on the CPU."
             )
         return "triton"
-    return "triton" if tensor.is_cuda else "torch"
+    return "triton" if device == "cuda" else "torch"
 
 
 def run(
@@ -153,17 +151,9 @@ def run(
     out of memory, and errors of the device itself, are never hidden.
     """
     name = reference.__name__
-    if (task := graph_task()) == -1:
-        choice = resolve(backend, tensor)
-    else:  # the environment is read once in a backward pass: that takes the host a while
-        if _backward.task != task:
-            _backward.task, _backward.chosen = task, {}
-        kind = backend, tensor.dtype, tensor.is_cuda
-        choice = _backward.chosen.get(kind, "")
-        if not choice:
-            choice = _backward.chosen[kind] = resolve(backend, tensor)
-    if choice == "torch" or tensor.numel() == 0:
-        if tensor.device.type == _backward.precise_on:
+    device = tensor.device.type
+    if _resolved(backend, tensor.dtype, device) == "torch" or tensor.numel() == 0:
+        if device == _thread.precise_on:
             return reference(*args, **kwargs)
         return _run_reference(reference, tensor, args, kwargs)
     if _broken and (name, tensor.dtype) in _broken:
@@ -173,12 +163,12 @@ def run(
         try:
             kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
             if compilation is not None:
-                before, _backward.only_compiles = _backward.only_compiles, True
+                before, _thread.only_compiles = _thread.only_compiles, True
                 try:
                     with torch.no_grad(), torch.cuda.device_of(tensor):
                         kernel(*args, **kwargs)  # what it returns was never written
                 finally:
-                    _backward.only_compiles = before
+                    _thread.only_compiles = before
                 return _run_reference(reference, tensor, args, kwargs)
             # Triton launches on the current device; that need not be where the tensor is.
             elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
@@ -232,19 +222,19 @@ def compiled_side_by_side() -> Iterator[None]:
 
 def only_compiles() -> bool:
     """Whether a launch of this thread is for :func:`hand_over`."""
-    return _backward.only_compiles
+    return _thread.only_compiles
 
 
 def compile_ahead(work: Callable[[], object]) -> None:
     """Let a thread compile each kernel that this would launch; launch none, and fail no step."""
     if not compiles_kernels():
         return
-    before, _backward.only_compiles = _backward.only_compiles, True
+    before, _thread.only_compiles = _thread.only_compiles, True
     try:
         with contextlib.suppress(Exception):
             work()
     finally:
-        _backward.only_compiles = before
+        _thread.only_compiles = before
 
 
 def hand_over(compile: Callable[[], object]) -> None:
@@ -324,7 +314,7 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
     """
     with contextlib.ExitStack() as stack:
         if ends_step:
-            outside, _backward.precise_on = _backward.precise_on, device.type
+            outside, _thread.precise_on = _thread.precise_on, device.type
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(without_tf32())
@@ -332,7 +322,7 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
             yield
         finally:
             if ends_step:
-                _backward.precise_on = outside
+                _thread.precise_on = outside
 
 
 @contextlib.contextmanager
