@@ -339,8 +339,7 @@ def _audit(args: argparse.Namespace) -> _Found:
         **_options(args, "file") | {name: float(told[name]) for name in ("epsilon", "delta")},
     )
     yield 1 if found.violated else 0, found.to_dict()
-    yield from _aligned(found.rows())
-    yield found.verdict
+    yield found
 
 
 def _env(args: argparse.Namespace) -> _Found:

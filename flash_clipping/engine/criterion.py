@@ -113,15 +113,12 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
     setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
 
 
-def _unwrapped(criterion: Any) -> Any:
+def _is_of_pytorch(criterion: Any) -> bool:
+    """Whether it is PyTorch's own; the mean of ``CTCLoss`` is one over the lengths of targets."""
     while isinstance(criterion, partial):
         criterion = criterion.func
-    return criterion
-
-
-def _is_of_pytorch(criterion: Any) -> bool:
-    """Whether it is PyTorch's own."""
-    criterion = _unwrapped(criterion)
+    if criterion is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
+        return False
     of_module = type(criterion) if isinstance(criterion, nn.Module) else criterion
     return getattr(of_module, "__module__", "") in (nn.modules.loss.__name__, F.__name__)
 
@@ -130,13 +127,13 @@ class FlashLoss(DPLossFastGradientClipping):
     """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
 
     Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
-    of ``loss.backward()`` on the mean, or sum, of the losses of samples:
+    of ``loss.backward()`` on the criterion's own scalar:
 
-    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
-      for each sample. Where that has further axes, a sample's loss is the mean over them (their
-      sum, if losses are summed); targets that are ``ignore_index`` do not count.
-    * Any other criterion is called as it is, and so is ``nn.CTCLoss``. A scalar goes backward as it
-      would without this class.
+    * PyTorch's own losses (but ``nn.CTCLoss``) give a loss for each sample. Where that has further
+      axes, a sample's loss is the mean over them (their sum, if losses are summed); targets that
+      are ``ignore_index`` do not count.
+    * Any other criterion is called as it is, unless ``shape`` is given. A scalar goes backward as
+      it would without this class.
 
     It takes the logits of an output of transformers. With logits ``[B, T, V]`` and targets
     ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed).
@@ -164,9 +161,6 @@ class FlashLoss(DPLossFastGradientClipping):
             default = self._takes.get("reduction")
             own = default if default in ("mean", "sum") else None
         self._name = getattr(criterion, "__name__", type(criterion).__name__)
-        plain = _unwrapped(criterion)
-        if plain is F.ctc_loss or isinstance(plain, nn.CTCLoss):  # whose mean is over lengths, too
-            self._is_attribute, self._takes = False, {}
         found = {
             "loss_reduction": loss_reduction,
             "module.loss_reduction": module.loss_reduction,
@@ -177,15 +171,15 @@ class FlashLoss(DPLossFastGradientClipping):
             listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
             raise InvalidValue(
                 f"FC461 The loss reductions do not match: {listed}. Norms would be off by the "
-                "batch size. Give all of them the same reduction, 'mean' or 'sum'; or let the "
-                "scalar be the criterion:\n"
-                "    make_private(criterion=lambda *args: criterion(*args), ...)"
+                "batch size. Give all of them the same reduction, 'mean' or 'sum':\n"
+                f"    make_private(loss_reduction={own or module.loss_reduction!r}, ...)"
             )
         self._buffers: BufferWatch | None = None
         if isinstance(criterion, nn.Module) and module.strict and [*criterion.buffers()]:
             self._buffers = BufferWatch(criterion, module._session, "criterion.criterion")
+        self._is_of_pytorch = _is_of_pytorch(criterion)
         #: Whether it was checked whether it compares samples; losses of PyTorch do not.
-        self._is_separable = _is_of_pytorch(criterion)
+        self._is_separable = self._is_of_pytorch
         # Opacus' own writes into the criterion that it is given.
         self.module, self.optimizer, self.criterion = module, optimizer, criterion
         self.loss_reduction = loss_reduction
@@ -215,7 +209,7 @@ class FlashLoss(DPLossFastGradientClipping):
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if shape is None and not (self._is_separable or captures):
             self._refuse_comparison(args, kwargs)
-        losses = self._losses_of_call(args, kwargs)
+        losses = self._losses(args, kwargs, alone=self._is_of_pytorch or shape is not None)
         self._refuse_broadcast((*args, *kwargs.values()), losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
@@ -223,17 +217,6 @@ class FlashLoss(DPLossFastGradientClipping):
             losses = self._of_samples(losses, self._counted(args, kwargs, losses))
         self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
-
-    def _losses_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The losses, and an error if the criterion has changed a buffer of its own."""
-        watch = self._buffers if torch.is_grad_enabled() else None
-        if watch is None:
-            return self._losses(*args, **kwargs)
-        modules = [*self.criterion.modules()]
-        watch.before_forward(modules)
-        losses = self._losses(*args, **kwargs)
-        watch.after_forward(modules)
-        return losses
 
     def _refuse_comparison(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``FlashClippingError`` for one that compares samples, by a batch that can be halved."""
@@ -244,12 +227,20 @@ class FlashLoss(DPLossFastGradientClipping):
         samples = call.batch_size or 0
         if samples < 4 or not session.options.batch_first or call.units is not None:
             return
-        self._is_separable = True
         whole: Any = self.criterion if isinstance(self.criterion, nn.Module) else nn.Module()
+        given, is_mean = (self.criterion, args, kwargs, samples), self.loss_reduction == "mean"
         with untouched(whole):
-            compares = compares_samples(self._losses, args, kwargs, samples)
+            compares = compares_samples(*given, is_mean)
+            is_other = compares and not compares_samples(*given, not is_mean)
+        self._is_separable = not compares
+        if is_other:
+            raise InvalidValue(
+                f"FC461 criterion ({self._name}): found a scalar that is no {self.loss_reduction} "
+                "over samples: what one of them adds would depend on how many there are. Give the "
+                "reduction that it has, be it divided by a constant:\n"
+                f"    make_private(loss_reduction={'sum' if is_mean else 'mean'!r}, ...)"
+            )
         if compares:
-            self._is_separable = False
             raise FlashClippingError(
                 f"FC440 criterion ({self._name}): found a loss that compares the samples of a "
                 "batch: a sample's gradient changes with the others. Divide by a mean, weight or "
@@ -271,11 +262,15 @@ class FlashLoss(DPLossFastGradientClipping):
             return total_B / max(1, losses.numel() // max(1, len(total_B)))
         return total_B / counted.movedim(axis, 0).flatten(1).sum(1).clamp(min=1)
 
-    def _losses(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The criterion's losses, not reduced where it can be asked for that."""
-        if not self._is_attribute:
-            if "reduction" in self._takes:
-                kwargs["reduction"] = "none"
+    def _losses(self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool) -> Tensor:
+        """The criterion's losses; those of samples ``alone``, if it can be asked for them. An error
+        if it has changed a buffer of its own."""
+        watch = self._buffers if torch.is_grad_enabled() else None
+        if watch is not None:
+            watch.before_forward(modules := [*self.criterion.modules()])
+        if not (alone and self._is_attribute):
+            if alone and "reduction" in self._takes:
+                kwargs = {**kwargs, "reduction": "none"}
             found = self.criterion(*args, **kwargs)
         else:
             before = self.criterion.reduction
@@ -284,6 +279,8 @@ class FlashLoss(DPLossFastGradientClipping):
                 found = self.criterion(*args, **kwargs)
             finally:
                 self.criterion.reduction = before
+        if watch is not None:
+            watch.after_forward(modules)
         if not isinstance(found, Tensor):
             raise InvalidType(
                 f"FC462 criterion ({self._name}): found {type(found).__name__}; expected a "
@@ -339,17 +336,22 @@ class _Unknown(Exception):
 
 
 def compares_samples(
-    loss: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], samples: int
+    loss: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    samples: int,
+    is_mean: bool = False,
 ) -> bool:
     """Whether a batch shows that this loss of model outputs depends, for one sample, on others.
 
-    The gradient of the loss for a sample's output must be the sample's own, but for a factor that
-    depends on the batch size alone. Halves of the batch tell.
+    The gradient of the summed losses for a sample's output must be the sample's own. Halves of the
+    batch tell.
 
     Args:
         loss: the criterion, of any shape; it is added up.
         args, kwargs: its arguments. The outputs are those that require gradients.
         samples: how many there are, along axis 0 of outputs and targets; 4 or more.
+        is_mean: whether a scalar is taken for the mean over samples; otherwise for their sum.
 
     Returns:
         ``True`` only if halves of the batch show it, also in float64 where that runs.
@@ -378,7 +380,8 @@ def compares_samples(
             given, named = pytree.tree_unflatten(parts, structure)
             devices = [*{leaves[i].device for i in tensors if leaves[i].is_cuda}]
             with random_state(devices, seed=seed), torch.enable_grad():
-                total = loss(*given, **named).sum()
+                losses = loss(*given, **named)
+                total = losses.sum() * (len(rows) if is_mean and not losses.dim() else 1)
             found = torch.autograd.grad(
                 total, [parts[i] for i in outputs], allow_unused=True, materialize_grads=True
             )
@@ -386,19 +389,18 @@ def compares_samples(
                 raise _Unknown
             return [*found]
 
-        def differ(rows: Tensor, found: list[Tensor], factor: float = 1.0) -> bool:
+        def differ(rows: Tensor, found: list[Tensor]) -> bool:
             slack = max(_SLACK.get(grad.dtype, 0.1) for grad in whole)
             slack *= max(float(grad.abs().max()) for grad in whole)
             pairs = [(x[rows.to(x.device)], y) for x, y in zip(whole, found, strict=True)]
-            return any(float((x - factor * y).abs().max()) > slack for x, y in pairs)
+            return any(float((x - y).abs().max()) > slack for x, y in pairs)
 
         for cut in cuts:
             whole, compares = grads(order, cut), False
             for rows in splits:
                 halves = grads(rows[:half], cut), grads(rows[half:], cut)
                 apart = [*map(torch.cat, zip(*halves, strict=True))]
-                # Halves of a mean have twice the gradient; those of a sum have the same.
-                compares |= differ(rows, apart, 0.5) and differ(rows, apart)
+                compares |= differ(rows, apart)
             # With noise of its own, or a count of its calls, it differs again.
             if not compares or differ(order, grads(order, cut, seed=1)):
                 return False

@@ -338,9 +338,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             expected = getattr(sampler, "total_size", sampler.num_samples) / len(loader)
         private = self._optimizer({**given, "process": process}, expected, group)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(1 / len(loader)))
-        loss = []
-        if criterion is not None:
-            loss = [FlashLoss(wrapper, private, criterion, loss_reduction)]
+        loss = [] if criterion is None else [FlashLoss(wrapper, private, criterion, loss_reduction)]
         if isinstance(clipping, AdaptiveBound):
             private.adaptive = clipping
             wrapper.running_step.counts_unclipped = True

@@ -144,15 +144,25 @@ def test_a_function_s_own_reduction_must_agree() -> None:
         private(partial(F.cross_entropy, reduction="sum"))
 
 
-def test_a_mean_of_another_kind_is_that_of_the_losses() -> None:
-    """A divisor of its own changes neither norms nor the number of others in a sample's."""
+def test_a_mean_of_another_kind_is_refused() -> None:
+    """Its gradients would grow with the number of samples. As a sum it is exact."""
     x, target = batch("values")
-    found = []
-    for criterion in (OfItsOwnKind(), lambda *args: OfItsOwnKind()(*args) * 10 / BATCH):
+    for criterion in (OfItsOwnKind(), lambda *args: OfItsOwnKind()(*args)):
         wrapped, _, returned = private(criterion)
-        found.append(left_by(wrapped, returned(wrapped(x), target)))
-    for mine, expected in zip(*found, strict=True):
-        torch.testing.assert_close(mine, expected)
+        for _ in range(2):  # not the first time only
+            with raises("FC461", ValueError, match="OfItsOwnKind|lambda") as error:
+                returned(wrapped(x), target)
+        assert "loss_reduction='sum'" in str(error.value)
+    wrapped, _, returned = private(lambda *args: OfItsOwnKind()(*args), loss_reduction="sum")
+    norms, _ = left_by(wrapped, returned(wrapped(x), target))
+    for b, norm in enumerate(norms):
+        plain = Model()
+        OfItsOwnKind()(plain(x[b : b + 1]), target[b : b + 1]).backward()
+        alone = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        torch.testing.assert_close(norm, alone, rtol=1e-4, atol=0)
+    with raises("FC461", ValueError, match="no sum over samples"):
+        wrapped, _, returned = private(lambda *args: F.mse_loss(*args), loss_reduction="sum")
+        returned(wrapped(x), target)
 
 
 @pytest.mark.parametrize("criterion", [nn.CTCLoss(), partial(F.ctc_loss, blank=0)], ids=str)
@@ -230,7 +240,6 @@ BROADCASTING: dict[str, Any] = {
     "PoissonNLLLoss": nn.PoissonNLLLoss(),
     "HingeEmbeddingLoss": nn.HingeEmbeddingLoss(),
     "KLDivLoss": nn.KLDivLoss(),
-    "own function": huber,
 }
 
 
@@ -380,6 +389,9 @@ COMPARE: dict[str, Callable[..., Tensor]] = {
     "dice": dice,
     "rows": triplets_in_rows,
     "crosswise": crosswise,
+    "crosswise, with a reduction": lambda output, target, reduction="mean": huber(
+        output[:, :1], target.float(), reduction=reduction
+    ),
     "weights": lambda output, target: F.cross_entropy(output, target, weight=WEIGHT),
     "ignored": lambda output, target: F.cross_entropy(output, target, ignore_index=0),
 }
@@ -390,9 +402,6 @@ ALONE: dict[str, Callable[..., Tensor]] = {
     "function": F.cross_entropy,
     "smoothed": lambda output, target: F.cross_entropy(output, target, label_smoothing=0.2),
     "dice": by_sample_dice,
-    "divided by a constant": lambda output, target: (
-        F.cross_entropy(output, target, reduction="sum") / 10
-    ),
     "with a constant": lambda output, target: F.cross_entropy(output, target) + 3.0,
     "counts": Counts(),
     "draws": Draws(),
