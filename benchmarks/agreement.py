@@ -6,9 +6,8 @@ same batch. Two figures are compared with a reference method's:
 * norms: largest relative difference of a sample's gradient norm;
 * gradients: ``|g - r| / |r|`` of the clipped sums over all parameters.
 
-Where a method tells its coefficients, two more are told: by how much at most it clips a sample
-further than its norm asks for, as rounding may hide a part of it, and the share of the samples for
-which that is more than :data:`DOUBTFUL`.
+Where a method tells its coefficients, one more is told: by how much at most it clips a sample
+further than its norm asks for, as rounding may hide a part of it.
 
 The reference is none of them: the plain model on one sample at a time, by ordinary autograd, in
 the next wider dtype with the weights that the methods have (:func:`one_at_a_time`): fp32 for 16
@@ -30,9 +29,6 @@ from benchmarks.workload import loss
 
 MARGIN = 3.0
 """A method may be off by so many times the rounding of the plain model in the same dtype."""
-
-DOUBTFUL = 1e-3
-"""A sample is doubtful if it is clipped further than its measured norm asks for by this much."""
 
 TOLERANCE = {
     torch.float64: 1e-8,

@@ -19,7 +19,7 @@ from rich.progress import track
 
 from benchmarks import environment, report
 from benchmarks.options import UsageError, add_output_options
-from benchmarks.records import write_json
+from benchmarks.records import Record, write_json
 
 #: What is computed in: a dtype of the model, or fp32 with what may round its products.
 PRECISIONS = {
@@ -95,7 +95,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
             found.append(row | _worst(row, options, device, search))
         write_json(options.json, record)  # an interrupted run leaves what it has
     record["equal samples"] = _equal_samples(precisions, device, search)
-    tables = report.render_sensitivity([record | {"file": options.json or "not written"}], ".")
+    facts = {"environment": record["environment"], "command": options.command, "facts": record}
+    shown = Record("certificate", **facts, settings={}, rows=[], file=str(options.json))
+    tables = report.render_sensitivity([shown], ".")
     console.print(tables, markup=False, highlight=False, soft_wrap=True)
     write_json(options.json, record)
     return int(any(row["broken"] or row["failed"] for row in found))

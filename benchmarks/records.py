@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 Status = Literal["ok", "OOM", "failed", "missing"]
 
-SCHEMA = 1
-
 
 @dataclass
 class Row:
@@ -28,8 +26,7 @@ class Row:
             rows are samples.
         peak_bytes: see ``measure.PeakMemory``.
         norm_error, gradient_error: see ``agreement``; None where there is nothing to compare.
-        shortened, doubtful: how much shorter than their norm asks for clipped samples are, the
-            largest, and the share of samples for which it matters; see ``agreement``.
+        shortened: how much shorter than its norm asks for a clipped sample is, the largest.
     """
 
     method: str
@@ -45,7 +42,6 @@ class Row:
     norm_error: float | None = None
     gradient_error: float | None = None
     shortened: float | None = None
-    doubtful: float | None = None
 
     @property
     def workload(self) -> tuple[str, int, int]:
@@ -54,42 +50,42 @@ class Row:
 
 @dataclass
 class Record:
-    """One run of a subcommand: where, how, and what came out; of kernels, rows are results of
-    :mod:`benchmarks.ops.bench`."""
+    """One run of a subcommand: where, how, and what came out.
 
-    kind: Literal["step", "kernels"]
+    Attributes:
+        rows: of ``step``; of operations, results of :mod:`benchmarks.ops.bench`.
+        facts: what else the file holds.
+        file: its name, once it was read.
+    """
+
+    kind: str
     environment: dict[str, str | None]
     command: str
     settings: dict[str, Any]
     rows: list[Any]
-    schema: int = SCHEMA
+    facts: dict[str, Any] = field(default_factory=dict)
+    file: str = ""
 
     def write(self, path: Path) -> None:
-        content = dataclasses.asdict(self)
-        if self.kind == "step":
-            # For readers of the file; the code always recomputes them from the samples.
-            for row, summary in zip(content["rows"], summaries(self.rows), strict=True):
-                row["summary"] = dataclasses.asdict(summary) if summary else None
-        write_json(path, content)
+        """Of ``step``, with summaries for readers of the file; the code recomputes them."""
+        rows = [
+            dataclasses.asdict(row) | {"summary": summary and dataclasses.asdict(summary)}
+            for row, summary in zip(self.rows, summaries(self.rows), strict=True)
+        ]
+        names = ("kind", "environment", "command", "settings")
+        write_json(path, {name: getattr(self, name) for name in names} | {"rows": rows})
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Raises ValueError if the file is not one of ours."""
-        content = json.loads(path.read_text())
-        kind = content.get("kind") if isinstance(content, dict) else None
-        if kind == "kernels":
-            settings = {"dtype": content["dtype"]}
-            return cls(
-                kind, content["environment"], content["command"], settings, content["results"]
-            )
-        if kind != "step":
-            raise ValueError(f"{path} is not a benchmark record of step or kernels")
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"{path} has schema {content.get('schema')}; expected {SCHEMA}")
-        for row in content["rows"]:
-            row.pop("summary", None)
-        content["rows"] = [Row(**row) for row in content["rows"]]
-        return cls(**content)
+        """``kind`` is empty if the file is not one of ours."""
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        kind = facts.get("kind", "")
+        rows, known = facts.get("results", []), {it.name for it in dataclasses.fields(Row)}
+        if kind == "step":
+            rows = [Row(**{key: row[key] for key in row.keys() & known}) for row in facts["rows"]]
+        settings = facts.get("settings") or {"dtype": facts.get("dtype")}
+        where, command = facts.get("environment", {}), facts.get("command", "")
+        return cls(kind, where, command, settings, rows, facts, path.name)
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:

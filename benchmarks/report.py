@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,21 +17,16 @@ from benchmarks.options import UsageError
 from benchmarks.records import Record, Row, Summary, size, summaries
 from flash_clipping.ops.error_bounds import ETA
 
-START = "<!-- performance:start -->"
-END = "<!-- performance:end -->"
-
-#: Around the README's table, which has the steps that were measured beside both peers.
-PEERS_START = "<!-- peers:start -->"
-PEERS_END = "<!-- peers:end -->"
-PEERS = {"nonprivate": "non-private", "flash": "Flash Clipping", "opacus-ghost": 'Opacus `"ghost"`'}
-PEERS |= {"fastdp": "FastDP"}
-
-#: Around the tables of docs/noise.md and docs/evidence.md, beside the page of all results.
+#: What stands between these comments is written here: on the page of all results, on those of noise
+#: and of evidence beside it, and in the README, which has the steps measured beside both peers.
+START, END = MARKS = ("<!-- performance:start -->", "<!-- performance:end -->")
+PEERS_START, PEERS_END = PEERS_MARKS = ("<!-- peers:start -->", "<!-- peers:end -->")
 NOISE = ("<!-- noise:start -->", "<!-- noise:end -->")
 SENSITIVITY = ("<!-- sensitivity:start -->", "<!-- sensitivity:end -->")
-
-#: Around the table that docs/performance.md opens with.
 TRAINER = ("<!-- trainer:start -->", "<!-- trainer:end -->")
+
+PEERS = {"nonprivate": "non-private", "flash": "Flash Clipping", "opacus-ghost": 'Opacus `"ghost"`'}
+PEERS |= {"fastdp": "FastDP"}
 
 #: Where a rule's attacks moved the sum by less than this, the figure says nothing of the bound.
 _NEAR = 0.999
@@ -44,8 +38,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "report",
         help="write the tables of README.md, and of pages in docs/",
-        description=f"Replaces what stands between {START} and {END} on the page of all results, "
-        f"between {PEERS_START} and {PEERS_END} in the README, and on the pages of noise and of "
+        description=f"Replaces what stands between {START} and {END}, and between comments like "
+        "these, on the page of all results, in the README, and on the pages of noise and of "
         "evidence beside that of all results.",
     )
     parser.add_argument("--results", type=Path, default=_HERE / "results", metavar="DIRECTORY")
@@ -58,35 +52,28 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    records: list[tuple[str, Record]] = []
-    others: dict[str, list[dict[str, Any]]] = {"noise": [], "certificate": [], "trainer": []}
+    found: dict[str, list[Record]] = defaultdict(list)
     for path in sorted(options.results.glob("*.json"), key=lambda path: path.stem):
-        try:
-            records.append((path.name, Record.read(path)))
-        except ValueError:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            kind = content.get("kind") if isinstance(content, dict) else None
-            if kind in others:
-                others[kind].append(content | {"file": path.name})
-                continue
-            console.print(f"passed over {path}: not a record of step or kernels")
+        record = Record.read(path)
+        found[record.kind].append(record)
     # GPUs, which have a driver, first; steps before kernels.
-    records.sort(key=lambda it: (not it[1].environment["driver"], it[1].kind == "kernels"))
-    if not records:
+    measured = sorted(found["step"] + found["kernels"], key=lambda it: not it.environment["driver"])
+    if not measured:
         raise UsageError(f"no results under {options.results}")
     folder = Path(os.path.relpath(options.results, options.page.parent)).as_posix()
+    page, readme, docs = options.page, options.readme, options.page.parent
     pages = [
-        Page(options.page, START, END, render(records, folder)),
-        Page(options.readme, PEERS_START, PEERS_END, render_peers(records)),
+        Page(path, *marks, render(records, folder))
+        for path, marks, render, records in (
+            (page, MARKS, render_all, measured),
+            (readme, PEERS_MARKS, render_peers, measured),
+            (docs / "noise.md", NOISE, render_noise, found["noise"]),
+            (docs / "evidence.md", SENSITIVITY, render_sensitivity, found["certificate"]),
+            (page, TRAINER, render_trainer, found["trainer"]),
+            (readme, TRAINER, render_trainer_in_short, found["trainer"]),
+        )
+        if records
     ]
-    docs = options.page.parent
-    if others["noise"]:
-        pages.append(Page(docs / "noise.md", *NOISE, render_noise(others["noise"], folder)))
-    if found := others["certificate"]:
-        pages.append(Page(docs / "evidence.md", *SENSITIVITY, render_sensitivity(found, folder)))
-    if trained := others["trainer"]:
-        pages.append(Page(options.page, *TRAINER, render_trainer(trained, folder)))
-        pages.append(Page(options.readme, *TRAINER, render_trainer_in_short(trained)))
     for page in pages:
         page.texts()  # raises before anything is written
     status = 0
@@ -123,67 +110,60 @@ class Page:
         self.path.write_text(self.texts()[1], encoding="utf-8")
 
 
-def render(records: Sequence[tuple[str, Record]], folder: str) -> str:
+def render_all(records: Sequence[Record], folder: str) -> str:
     """Markdown: a section per machine and revision, a table per file, which lies in ``folder``."""
-    by_environment: dict[str, list[tuple[str, Record]]] = defaultdict(list)
-    for name, record in records:
-        by_environment[_where(record)].append((name, record))
     parts: list[str] = []
-    for where, members in by_environment.items():
+    for where in dict.fromkeys(map(_where, records)):
         parts.append(f"**{where}**\n")
-        for name, record in members:
+        for record in [record for record in records if _where(record) == where]:
             parts.append(f"`{record.command}`\n")
+            dtype, file = record.settings["dtype"], record.file
+            parts.append(f"({dtype}, [{file}]({folder}/{file}))\n")
             is_step = record.kind == "step"
-            tables = [step_table(record.rows)] if is_step else _kernel_tables(record.rows)
-            dtype = record.settings["dtype"]
-            parts.append(f"({dtype}, [{name}]({folder}/{name}))\n")
-            parts += tables
+            parts += [step_table(record.rows)] if is_step else _kernel_tables(record.rows)
     return "\n".join(parts)
 
 
-def render_peers(records: Sequence[tuple[str, Record]]) -> str:
+def render_peers(records: Sequence[Record], _: str) -> str:
     """Markdown: one table of all steps on GPUs that were measured beside both peers."""
     lines: list[list[str]] = []
     places: list[str] = []
     reasons: list[str] = []
-    for _, record in records:
-        if record.kind != "step":
-            continue
-        if not set(PEERS) <= {row.method for row in record.rows}:
-            continue
-        if not record.environment["driver"]:
+    for record in records:
+        if record.kind != "step" or not record.environment["driver"]:
             continue  # of CPUs the page has tables
-        places.append(f"{_where(record)}, {record.settings['dtype']}")
-        reasons += _reasons(record.rows, PEERS)
-        lines += _step_lines(record.rows, list(PEERS)[1:])
+        if set(PEERS) <= {row.method for row in record.rows}:
+            places.append(f"{_where(record)}, {record.settings['dtype']}")
+            reasons += _reasons(record.rows, PEERS)
+            lines += _step_lines(record.rows, list(PEERS)[1:])
     headings = ["time (memory) of a step", *PEERS.values()]
-    notes = [*places, *dict.fromkeys(reasons)]
-    return table(headings, lines) + "\n" + "".join(f"* {note}\n" for note in notes)
+    return table(headings, lines) + "\n" + _notes([*places, *dict.fromkeys(reasons)])
 
 
-def render_noise(records: Sequence[dict[str, Any]], folder: str) -> str:
+def render_noise(records: Sequence[Record], folder: str) -> str:
     """Markdown: for each machine how long noise takes, and how normal it is."""
     parts = []
     for record in records:
-        speed = record["speed"]
+        facts = record.facts
+        speed = facts["speed"]
         lines = [[row["noise"], *(str(row[name]) for name in [*row][1:])] for row in speed]
-        worst = max(record["statistics"], key=lambda it: abs(it["errors"]))
+        worst = max(facts["statistics"], key=lambda it: abs(it["errors"]))
         parts += [
             _heading(record, folder),
             table([*speed[0]], lines),
-            f"Of {record['draws']:.2g} normals the largest is {record['largest']:.2f} σ. Of "
-            f'{len(record["statistics"])} statistics the furthest off is "{worst["name"]}", by '
+            f"Of {facts['draws']:.2g} normals the largest is {facts['largest']:.2f} σ. Of "
+            f'{len(facts["statistics"])} statistics the furthest off is "{worst["name"]}", by '
             f"{abs(worst['errors']):.1f} standard errors.\n",
         ]
     return "\n".join(parts)
 
 
-def render_trainer(records: Sequence[dict[str, Any]], folder: str) -> str:
+def render_trainer(records: Sequence[Record], folder: str) -> str:
     """Markdown: how long a step of ``PrivateTrainer`` takes beside one of ``Trainer``."""
     parts = []
     for record in records:
-        headings, lines = trainer.lines(record["results"])
-        apart = max(record["oracle"].values())
+        headings, lines = trainer.lines(record.rows)
+        apart = max(record.facts["oracle"].values())
         parts += [
             _heading(record, folder),
             table(headings, lines),
@@ -193,27 +173,27 @@ def render_trainer(records: Sequence[dict[str, Any]], folder: str) -> str:
     return "\n".join(parts)
 
 
-def render_trainer_in_short(records: Sequence[dict[str, Any]]) -> str:
+def render_trainer_in_short(records: Sequence[Record], _: str) -> str:
     """Markdown: the same of the last steps alone, of all in one table."""
     last = f"{trainer.WINDOWS[-2]}-{trainer.WINDOWS[-1]}"
     names = {"model, batch": "model, batch", f"`Trainer`, {last}": "`Trainer`, ms"}
     names |= {last: "`PrivateTrainer`, ms", "ratio": "ratio", trainer.LOSS: trainer.LOSS}
     rows = []
     for record in records:
-        headings, lines = trainer.lines(record["results"])
+        headings, lines = trainer.lines(record.rows)
         found = [dict(zip(headings, line, strict=True)) for line in lines]
         rows += [[row[name] for name in names] for row in found]
     wheres = dict.fromkeys(map(_where, records))
     return "\n".join([table([*names.values()], rows), *[f"* {where}" for where in wheres], ""])
 
 
-def render_sensitivity(records: Sequence[dict[str, Any]], folder: str) -> str:
+def render_sensitivity(records: Sequence[Record], folder: str) -> str:
     """Markdown: the largest change, less the bound, that attacks of each rule made."""
     columns: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in records:
-        it = record["environment"]
+        it = record.environment
         device, revision = "GPU" if it["driver"] else "CPU", str(it["revision"])[:7]
-        for row in record["search"]:
+        for row in record.facts["search"]:
             interpreted = " interpreter" if (row["backend"], device) == ("triton", "CPU") else ""
             name = f"{device}{interpreted} {revision}, {row['precision']}"
             columns.setdefault(name, {}).setdefault(row["rule"], []).append(row)
@@ -221,13 +201,13 @@ def render_sensitivity(records: Sequence[dict[str, Any]], folder: str) -> str:
     lines = [[rule, *(_change(it.get(rule, [])) for it in columns.values())] for rule in rules]
     parts = [table(["rule", *columns], lines)]
     for record in records:
-        attacks = sum(row["tries"] for row in record["search"])
-        broken = sum(row["broken"] for row in record["search"])
+        attacks = sum(row["tries"] for row in record.facts["search"])
+        broken = sum(row["broken"] for row in record.facts["search"])
         parts.append(
             f"{_heading(record, folder)}\n{attacks} attacks, {broken} above the search's limit: "
             "1e-9 in fp64, what is promised elsewhere.\n"
         )
-        equal = record.get("equal samples", [])
+        equal = record.facts.get("equal samples", [])
         sizes = dict.fromkeys(it["samples"] for it in equal)
         kinds = dict.fromkeys((it["precision"], it["reduction"]) for it in equal)
         of = {(it["precision"], it["reduction"], it["samples"]): it["change"] - 1 for it in equal}
@@ -236,7 +216,7 @@ def render_sensitivity(records: Sequence[dict[str, Any]], folder: str) -> str:
             lines = [[", ".join(kind), *(_signed(of[(*kind, k)]) for k in sizes)] for kind in kinds]
             lines.append(["promised of sums", *[_signed(ETA)] * len(sizes)])
             parts.append(table(["", *(f"k = {k}" for k in sizes)], lines))
-        others = [row["other"] for row in record["search"]]
+        others = [row["other"] for row in record.facts["search"]]
         worst = {
             kind: max(it.get(kind, 0.0) for it in others) - 1
             for kind in dict.fromkeys(kind for it in others for kind in it)
@@ -260,18 +240,21 @@ def _signed(change: float) -> str:
     return f"{change:+.2f}" if abs(change) >= 0.1 else f"{change:+.0e}".replace("e-0", "e-")
 
 
-def _heading(record: dict[str, Any], folder: str) -> str:
-    """Machine, revision, command and file of results that are no :class:`Record`."""
-    file, commands = record["file"], record["command"]
-    commands = [commands] if isinstance(commands, str) else commands
+def _heading(record: Record, folder: str) -> str:
+    """Machine, revision, commands and file."""
+    commands = [record.command] if isinstance(record.command, str) else record.command
     where = "\n\n".join([f"**{_where(record)}**", *(f"`{command}`" for command in commands)])
-    return f"{where}\n\n([{file}]({folder}/{file}))\n"
+    return f"{where}\n\n([{record.file}]({folder}/{record.file}))\n"
 
 
-def _where(record: Record | dict[str, Any]) -> str:
-    it = record["environment"] if isinstance(record, dict) else record.environment
+def _where(record: Record) -> str:
+    it = record.environment
     versions = [f"{key} {it[key]}" for key in ("driver", "torch", "triton", "opacus") if it[key]]
     return ", ".join([str(it["device"]), *versions, f"git revision {it['revision']}"])
+
+
+def _notes(lines: Sequence[str]) -> str:
+    return "".join(f"* {line}\n" for line in lines)
 
 
 def table(headings: list[str], lines: list[list[str]]) -> str:
@@ -286,7 +269,7 @@ def step_table(rows: Sequence[Row]) -> str:
         return _first_table(rows)
     found = table(["time (memory) of a step", "non-private", *methods], _step_lines(rows, methods))
     reasons = _reasons(rows, methods)
-    return found + ("\n" + "".join(f"* {reason}\n" for reason in reasons) if reasons else "")
+    return found + ("\n" + _notes(reasons) if reasons else "")
 
 
 def _first_table(rows: Sequence[Row]) -> str:
@@ -313,40 +296,20 @@ def _step_lines(rows: Sequence[Row], methods: Sequence[str]) -> list[list[str]]:
         (row.workload, row.method): (row, summary)
         for row, summary in zip(rows, summaries(rows), strict=True)
     }
-    lines: list[list[str]] = []
-    for workload in dict.fromkeys(row.workload for row in rows):
-        baseline = cells.get((workload, "nonprivate"))
-        if baseline is None or baseline[1] is None:
-            continue
-        row, summary = baseline
-        assert summary is not None
-        lines.append(
-            [
-                _workload(workload),
-                _baseline_cell(row, summary),
-                *(_cell(*cells[workload, method]) for method in methods),
-            ]
-        )
-    return lines
-
-
-def _baseline_cell(row: Row, summary: Summary) -> str:
-    """Time, the host's time where it was taken, and peak memory."""
-    assert row.peak_bytes is not None
-    host = summary.host_milliseconds
-    of_host = f"host {host:.1f} ms, " if host else ""
-    return f"{summary.milliseconds.median:.1f} ms, {of_host}{size(row.peak_bytes)}"
+    return [
+        [_workload(workload), *(_cell(*cells[workload, name]) for name in ("nonprivate", *methods))]
+        for workload in dict.fromkeys(row.workload for row in rows)
+        if (workload, "nonprivate") in cells and cells[workload, "nonprivate"][1] is not None
+    ]
 
 
 def _cell(row: Row, summary: Summary | None) -> str:
-    if row.method == "nonprivate-graph" and summary is not None:
-        return _baseline_cell(row, summary)
-    return _step_cell(row, summary)
-
-
-def _step_cell(row: Row, summary: Summary | None) -> str:
+    """Ratios to what is not private; of that, time, the host's where it was taken, and memory."""
     if summary is None or summary.ratio is None:
         return row.status
+    if row.method in ("nonprivate", "nonprivate-graph"):
+        host = f"host {summary.host_milliseconds:.1f} ms, " if summary.host_milliseconds else ""
+        return f"{summary.milliseconds.median:.1f} ms, {host}{size(row.peak_bytes or 0)}"
     memory = f" ({summary.memory_ratio:.2f})" if summary.memory_ratio else ""
     host = f", host {summary.host_ratio:.2f}×" if summary.host_ratio else ""
     return f"{summary.ratio.median:.2f}×{memory}{host}"

@@ -99,31 +99,23 @@ class Session:
     def check(self, done: Progress = lambda line: None) -> None:
         """Compare every method with the plain model on one sample at a time.
 
-        Where that does not fit, its layers are recomputed in backward; then it is taken in the
-        methods' own dtype; then the first method that tells its norms is the reference.
-        ``reference`` names what it was.
+        Where that does not fit or run, its layers are recomputed in backward; then it is taken in
+        the methods' own dtype. ``reference`` names what it was; None: none of these fits.
 
         Raises:
             Disagreement: with a line for each method of ours that is further off than allowed.
         """
         setting = dataclasses.replace(self.setting, optimizer=False)  # so no peer adds its noise
         wide = agreement.reference_dtype(setting.dtype)
-        try:
-            reference = self._one_at_a_time_in(wide)
-        except Disagreement:
-            if wide != torch.float64 or setting.dtype == wide:
-                raise
-            wide = setting.dtype  # PyTorch's grouped products have no fp64
-            reference = self._one_at_a_time_in(wide)
-        if reference is None:
-            reference = self._one_at_a_time_in(wide, checkpointing=True)
-        if reference is None and setting.dtype != wide:  # it takes half of the memory
-            wide = setting.dtype
-            reference = self._one_at_a_time_in(wide)
-        if reference is not None:
-            self.reference, self._reference_dtype = _one_at_a_time(wide), wide
-            done(f"took {self.reference}")
-        suspects: list[str] = []
+        reference = None
+        for dtype, checkpointing in ((wide, False), (wide, True), (setting.dtype, False)):
+            row = Row(_one_at_a_time(dtype))
+            if reference := self._one_at_a_time_in(row, dtype, checkpointing):
+                self.reference, self._reference_dtype = row.method, dtype
+                break
+        if row.status == "failed":
+            raise Disagreement(f"the plain model fails on one sample: {row.note}")
+        done(f"took {self.reference}")
         for name in [name for name in self.running() if self._known[name].flat]:
             row = self.rows[name]
             taken = self._attempt(row, partial(self._fingerprint, name, setting))
@@ -134,34 +126,29 @@ class Session:
             shorter = agreement.shortened(taken, setting.max_grad_norm)
             if shorter is not None and len(shorter):
                 row.shortened = self._group.worst(shorter.max().item())
-                row.doubtful = (shorter > agreement.DOUBTFUL).double().mean().item()
-            if reference is None:
-                if taken.norms_B is not None:
-                    self.reference, reference = name, taken
-                continue
-            found = self._errors(taken, reference)
-            row.norm_error, row.gradient_error = found.norms, found.gradients
-            if _beyond_told(row).exceed(self.allowed):
-                suspects.append(name)
-        ours = any(self._known[name].ours for name in suspects)
-        if ours and self.reference == _one_at_a_time(wide) and setting.dtype != wide:
-            assert reference is not None
-            rounded = self._one_at_a_time_in(setting.dtype)
+            if reference is not None:
+                found = self._errors(taken, reference)
+                row.norm_error, row.gradient_error = found.norms, found.gradients
+        ours = [row for row in self._off() if self._known[row.method].ours]
+        if ours and reference is not None and self._reference_dtype != setting.dtype:
+            row = Row(_one_at_a_time(setting.dtype))
+            rounded = self._one_at_a_time_in(row, setting.dtype)
             if rounded is not None:
                 self.rounding = self._errors(rounded, reference)
-            done(f"took {_one_at_a_time(setting.dtype)}")
+            done(f"took {row.method}")
         wrong: list[str] = []
-        for name in suspects:
-            row = self.rows[name]
-            found = _beyond_told(row)
-            allowed = self.allowed
-            if found.exceed(allowed):
-                row.note = f"off by {found.largest:.1e} from {self.reference}"
-                if self._known[name].ours:
-                    limits = f"{allowed.norms:.0e} (norms), {allowed.gradients:.0e} (sums)"
-                    wrong.append(f"{name} is {row.note}, more than {limits}")
+        allowed = self.allowed
+        for row in self._off():
+            row.note = f"off by {_beyond_told(row).largest:.1e} from {self.reference}"
+            if self._known[row.method].ours:
+                limits = f"{allowed.norms:.0e} (norms), {allowed.gradients:.0e} (sums)"
+                wrong.append(f"{row.method} is {row.note}, more than {limits}")
         if wrong:
             raise Disagreement("; ".join(wrong))
+
+    def _off(self) -> list[Row]:
+        """Methods that are further off than allowed."""
+        return [row for row in self.rows.values() if _beyond_told(row).exceed(self.allowed)]
 
     def _errors(self, taken: Fingerprint, reference: Fingerprint) -> Errors:
         found = agreement.errors(taken, reference)
@@ -180,12 +167,10 @@ class Session:
         return agreement.fingerprint(method, *self._batches[0])
 
     def _one_at_a_time_in(
-        self, dtype: torch.dtype, checkpointing: bool = False
+        self, row: Row, dtype: torch.dtype, checkpointing: bool = False
     ) -> Fingerprint | None:
-        """The plain model, without compilation and graphs; None: it does not fit."""
-        setting = self.setting
-        plain = dataclasses.replace(setting, compile=False)
-        row = Row(_one_at_a_time(dtype))
+        """The plain model, without compilation and graphs; None: ``row`` says what went wrong."""
+        plain = dataclasses.replace(self.setting, compile=False)
 
         def take() -> Fingerprint:
             with _exact_convolutions():
@@ -193,9 +178,7 @@ class Session:
             return self._group.together(taken)
 
         taken = self._attempt(row, take, lasting=False)
-        settle(setting.device)
-        if row.status == "failed":
-            raise Disagreement(f"the plain model fails on one sample: {row.note}")
+        settle(self.setting.device)
         return taken
 
     @property

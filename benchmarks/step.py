@@ -16,7 +16,7 @@ from benchmarks.options import (
     setting,
     stop_without_triton,
 )
-from benchmarks.records import Record, Row
+from benchmarks.records import Record
 from benchmarks.report import step_table, table
 from benchmarks.session import Disagreement, Session
 
@@ -116,29 +116,18 @@ def agreement(session: Session) -> str:
         if not METHODS[name].flat and row.status == "ok":
             continue
         errors = [_error(row.norm_error), _error(row.gradient_error)]
-        if name == session.reference:
-            errors = ["reference", "reference"]
-        elif row.status != "ok":
-            errors = [row.status, ""]
         notes += [f"{name}: {row.note}"] if row.note else []
-        lines.append([name, *errors, *_shortened(row)])
-    if session.reference not in session.rows:
-        reference = session.reference or "nothing: no method could be a reference"
-        notes.append(f"compared with {reference}")
+        shortened = "" if row.shortened is None else f"{row.shortened:.1e}"
+        lines.append([name, *(errors if row.status == "ok" else [row.status, ""]), shortened])
+    notes.append(f"compared with {session.reference or 'nothing: the plain model does not fit'}")
     if session.rounding is not None:
         norms, sums = _error(session.rounding.norms), _error(session.rounding.gradients)
         notes.append(f"the plain model's own rounding: {norms} (norms), {sums} (clipped sums)")
     allowed = session.allowed
     limits = f"{_error(allowed.norms)} for norms, {_error(allowed.gradients)} for sums"
-    found = table(["method", "norms", "clipped sums", "shortened", "doubtful"], lines)
+    found = table(["method", "norms", "clipped sums", "shortened"], lines)
     return "\n".join([f"Agreement on one batch (allowed: {limits})\n", found, *notes])
 
 
 def _error(value: float | None) -> str:
     return "not told" if value is None else f"{value:.1e}"
-
-
-def _shortened(row: Row) -> tuple[str, str]:
-    if row.shortened is None or row.doubtful is None:
-        return "", ""
-    return f"{row.shortened:.1e}", f"{row.doubtful:.1%}"

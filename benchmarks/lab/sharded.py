@@ -11,8 +11,7 @@ By ``experts`` they have samples of their own, and other experts of each block
 A step is forward, backward and clipping. Before anything is timed, norms and clipped sums are
 compared with the plain model's on one sample at a time (:mod:`benchmarks.agreement`), in every
 process. Methods take turns; a turn lasts as long as it does in the slowest process. What a step
-sends is counted by PyTorch's profiler: calls of collectives, and elements of their largest operand
-(of several tensors in one call it tells none).
+sends is counted by PyTorch's ``CommDebugMode``: calls of collectives, by operator.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, distributed as dist, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks import environment, models, options
 from benchmarks.agreement import Fingerprint
 from benchmarks.measure import settle
-from benchmarks.methods import Method, NonPrivate, Setting
-from benchmarks.options import DTYPES, UsageError
+from benchmarks.methods import Method, NonPrivate
+from benchmarks.options import UsageError
 from benchmarks.records import summaries, write_json
 from benchmarks.report import step_table
 from benchmarks.session import DISTINCT_BATCHES, Disagreement, Group, Session
@@ -49,18 +48,6 @@ CUTS = {
     "blocks.*.feed_forward.up": "outputs",
     "blocks.*.feed_forward.down": "inputs",
     "head": "outputs, gathered",
-}
-
-#: Operators by which collectives are counted, and what they are called here.
-COLLECTIVES = {
-    "c10d::_allgather_base_": "all-gather",
-    "c10d::_reduce_scatter_base_": "reduce-scatter",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "c10d::allreduce_": "all-reduce",
-    "c10d::alltoall_base_": "all-to-all",
-    "_c10d_functional::all_reduce": "all-reduce",
-    "_c10d_functional::all_gather_into_tensor": "all-gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
 }
 
 
@@ -178,28 +165,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shards", choices=["fsdp2", "hsdp", "tp", "experts"], default="fsdp2")
-    parser.add_argument(
-        "--model", default="decoder-1" if on_gpu else "tiny", help="a model of blocks"
-    )
-    parser.add_argument(
-        "--methods", default="nonprivate,flash", help="nonprivate, flash, flash-two-pass"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
+    options.add_setting_options(parser)
     parser.add_argument("--batch", type=int, help="samples of each process")
-    parser.add_argument("--seq", type=int)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--lora", type=int, metavar="R", help="freeze it; rank R on every linear")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute each block")
-    parser.add_argument("--compile", action="store_true", help="every block")
+    parser.add_argument("--seq", type=int, help="override the model's sequence length")
     parser.add_argument(
         "--bucket", type=int, default=256, metavar="MB", help="of sums sent at once"
     )
     parser.add_argument("--rounds", type=int, default=5, help="samples of each method")
     parser.add_argument("--steps", type=int, default=8, help="in a turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
-    options.add_output_options(parser)
-    parser.set_defaults(run=run)
+    model = "decoder-1" if on_gpu else "tiny"
+    parser.set_defaults(run=run, model=[model], methods="nonprivate,flash")
 
 
 def run(chosen: argparse.Namespace, console: Console) -> int:
@@ -207,6 +183,8 @@ def run(chosen: argparse.Namespace, console: Console) -> int:
     known = methods_of(chosen.shards, chosen.bucket, chosen.compile)
     if unknown := set(chosen.methods.split(",")) - known.keys():
         raise UsageError(f"--methods: found {sorted(unknown)}; expected some of {list(known)}")
+    if len(chosen.model) > 1:
+        raise UsageError(f"--model: found {len(chosen.model)}; expected one model of blocks")
     if "LOCAL_RANK" not in os.environ:
         raise UsageError("start it with torchrun --nproc-per-node N -m benchmarks sharded ...")
     device = torch.device(chosen.device)
@@ -227,10 +205,8 @@ def _run(
     console: Console,
     device: torch.device,
 ) -> int:
-    names = "batch", "seq", "layers", "lora"
-    shape = {name: getattr(chosen, name) for name in names}
-    workload = models.workload(chosen.model, **shape, checkpointing=chosen.checkpointing)
-    setting = Setting(workload, device, DTYPES[options.dtype_name(chosen)])
+    asked = options.setting(chosen, chosen.model[0], batch=chosen.batch, seq=chosen.seq)
+    setting = dataclasses.replace(asked, device=device, compile=False)  # blocks are compiled
     own = chosen.shards != "tp"  # by which all compute with one batch
     seeded = dataclasses.replace(setting, seed=dist.get_rank() if own else 0)
     session = Session(
@@ -253,7 +229,7 @@ def _run(
     console.print(step_table(rows), markup=False, soft_wrap=True)
     sent = {name: _collectives(session.step_of(name)) for name in session.running()}
     for name, collectives in sent.items():
-        each = ", ".join(f"{calls} {kind}" for kind, (calls, _) in collectives.items())
+        each = ", ".join(f"{calls} {kind}" for kind, calls in collectives.items())
         console.print(f"{name}: {each}", markup=False)
     if dist.get_rank() == 0:
         started = f"torchrun --nproc-per-node {dist.get_world_size()} "
@@ -273,20 +249,8 @@ def _run(
     return int(any(row.status == "failed" for row in rows if known[row.method].ours))
 
 
-def _collectives(step: Callable[[], None]) -> dict[str, list[int]]:
-    """Of one step in this process: calls and elements, by name."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+def _collectives(step: Callable[[], None]) -> dict[str, int]:
+    """Calls of collectives in one step of this process, by operator."""
+    with CommDebugMode() as found:
         step()
-    counted: dict[str, list[int]] = {}
-    for event in found.events():
-        if name := COLLECTIVES.get(event.name):
-            total = counted.setdefault(name, [0, 0])
-            total[0] += 1
-            total[1] += _elements(event.input_shapes)
-    return counted
-
-
-def _elements(shapes: Any) -> int:
-    """Of the operand that is the largest, which is what travels."""
-    whole = [shape for shape in shapes if all(isinstance(size, int) for size in shape)]
-    return max((torch.Size(shape).numel() for shape in whole if shape), default=0)
+    return {operator.__name__: calls for operator, calls in found.get_comm_counts().items()}
