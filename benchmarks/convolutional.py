@@ -8,6 +8,7 @@ B samples, C channels, H and W the sides of an image, T positions of it.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,68 +20,49 @@ GROUPS = 16
 """Of GroupNorm, as in De et al. 2022, whose networks these are."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Wide residual networks (Zagoruyko and Komodakis 2016)
-# --------------------------------------------------------------------------------------------------
+class Block(nn.Module):
+    """Two 3×3 convolutions, each behind GroupNorm and an activation."""
 
-
-class WideBlock(nn.Module):
-    """Two 3×3 convolutions, each behind GroupNorm and ReLU."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int = 1, act: Any = F.silu, bias: bool = True
+    ) -> None:
         super().__init__()
+        self.act = act
         self.norm_1 = nn.GroupNorm(GROUPS, inputs)
-        self.conv_1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv_1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=bias)
         self.norm_2 = nn.GroupNorm(GROUPS, outputs)
-        self.conv_2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv_2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=bias)
         same = inputs == outputs and stride == 1
-        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=bias)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        seen = F.relu(self.norm_1(x_BCHW))
-        y_BCHW = self.conv_2(F.relu(self.norm_2(self.conv_1(seen))))
-        return y_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(seen))
+        seen = self.act(self.norm_1(x_BCHW))
+        y_BCHW = self.conv_2(self.act(self.norm_2(self.conv_1(seen))))
+        if self.shortcut is None:
+            return y_BCHW + x_BCHW
+        # A wide residual network's reads what is normalized.
+        return y_BCHW + self.shortcut(seen if self.act is F.relu else x_BCHW)
 
 
 def wide_resnet(
     name: str, *, depth: int, widen: int, batch: int, size: int = 32, classes: int = 10
 ) -> Workload:
-    """WRN-``depth``-``widen``: three stages of ``(depth - 4) / 6`` blocks."""
+    """WRN-``depth``-``widen`` (Zagoruyko and Komodakis 2016): three stages of ``(depth - 4) / 6``
+    blocks."""
 
     def build() -> nn.Module:
         parts: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
         channels = 16
         for stage, width in enumerate((16 * widen, 32 * widen, 64 * widen)):
             for block in range((depth - 4) // 6):
-                parts.append(WideBlock(channels, width, 2 if stage and not block else 1))
+                stride = 2 if stage and not block else 1
+                parts.append(Block(channels, width, stride, F.relu, bias=False))
                 channels = width
         parts += [nn.GroupNorm(GROUPS, channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         return nn.Sequential(*parts, nn.Linear(channels, classes))
 
     draw = functools.partial(draw_images, batch=batch, size=size, classes=classes)
     return Workload(name, build, draw, batch=batch)
-
-
-# --------------------------------------------------------------------------------------------------
-# A U-Net as diffusion models have it (Ho et al. 2020)
-# --------------------------------------------------------------------------------------------------
-
-
-class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions, each behind GroupNorm and SiLU."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.norm_1 = nn.GroupNorm(GROUPS, inputs)
-        self.conv_1 = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm_2 = nn.GroupNorm(GROUPS, outputs)
-        self.conv_2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        y_BCHW = self.conv_1(F.silu(self.norm_1(x_BCHW)))
-        y_BCHW = self.conv_2(F.silu(self.norm_2(y_BCHW)))
-        return y_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(x_BCHW))
 
 
 class ImageAttention(nn.Module):
@@ -112,7 +94,7 @@ class UNet(nn.Module):
         self.up = nn.ModuleList()
         before = width
         for level, count in enumerate(channels):
-            parts = [ResidualBlock(before, count), ResidualBlock(count, count)]
+            parts = [Block(before, count), Block(count, count)]
             if level:
                 parts.append(ImageAttention(count, head))
             self.down.append(nn.Sequential(*parts))
@@ -120,7 +102,7 @@ class UNet(nn.Module):
         shrink = [nn.Conv2d(count, count, 3, stride=2, padding=1) for count in channels[:-1]]
         self.shrink = nn.ModuleList(shrink)
         for count in reversed(channels[:-1]):
-            self.up.append(ResidualBlock(before + count, count))
+            self.up.append(Block(before + count, count))
             before = count
         self.norm = nn.GroupNorm(GROUPS, before)
         self.last = nn.Conv2d(before, classes, 3, padding=1)
@@ -149,7 +131,8 @@ def unet(
     classes: int = 8,
     head: int = 64,
 ) -> Workload:
-    """A U-Net whose loss is that of one class for every pixel."""
+    """A U-Net as diffusion models have it (Ho et al. 2020); its loss is that of one class for every
+    pixel."""
 
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x_BCHW = torch.randn(batch, 3, size, size, generator=generator)

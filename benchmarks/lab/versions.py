@@ -20,6 +20,8 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.report import Page, table
+
 _ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = _ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = _ROOT / "docs" / "versions.md"
@@ -116,8 +118,7 @@ def outcome(command: list[str], timeout: int) -> dict[str, int]:
 def write_table(page: Path, rows: dict[str, Any]) -> None:
     """Replace the table of the page."""
     packages = [name for name in PACKAGES if name != "torch"]
-    header = ["PyTorch", *packages, *PARTS]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for torch in sorted(rows, key=lambda version: [int(n) for n in re.findall(r"\d+", version)]):
         row = rows[torch]
         cells = [row["versions"][name] for name in packages]
@@ -126,6 +127,5 @@ def write_table(page: Path, rows: dict[str, Any]) -> None:
             bad = part and [f"{part[key]} {key}" for key in ("failed", "errors") if part[key]]
             cells.append(", ".join([f"{part['passed']} passed", *bad]) if part else "")
         lines.append([torch, *cells])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    before, rest = page.read_text().split(START)
-    page.write_text(f"{before}{START}\n\n{table}\n\n{END}{rest.split(END)[1]}")
+    made = table(["PyTorch", *packages, *PARTS], lines)
+    Page(page, START, END, made).write()

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.ops.bench import Candidate, OpBench, Result, Run, Wrong, copy_candidate, integers
@@ -79,16 +78,6 @@ VOCABULARY = 32000
 Shape = tuple[int, int, int, int]
 
 
-@dataclass
-class Choice:
-    """What the cost model chose, and what each algorithm took for norms and clipped sum."""
-
-    shape: Shape
-    chosen: str
-    milliseconds: dict[str, float]
-    regret: float
-
-
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", type=integers(4), action="append", metavar="B,T,d,p")
     parser.add_argument("--rows", type=integers(3), action="append", metavar="B,T,d")
@@ -103,12 +92,16 @@ def work(run: Run) -> Iterator[list[Candidate]]:
     run.console.print(f"worst relative error of a norm against float64: {worst:.1e}")
     if not worst <= 1e-5:
         raise Wrong("a norm is wrong")
-    choices = []
+    choices = run.facts["choices"] = []
     for shape in run.sizes(run.options.shape, SHAPES):
         candidates = linear_candidates(shape, run.device, run.dtype)
         yield candidates
         took = {result.name: result.median for result, _ in candidates}
-        choices.append(judge(shape, took, run.device, run.dtype))
+        choice = judge(shape, took, run.device, run.dtype)
+        run.console.print(
+            "the cost model's choice is {chosen}, {regret:.1%} slower".format(**choice)
+        )
+        choices.append(choice)
         del candidates
     for rows in run.sizes(run.options.rows, ROWS):
         yield row_candidates(rows, run.device, run.dtype)
@@ -116,8 +109,6 @@ def work(run: Run) -> Iterator[list[Candidate]]:
         yield convolution_candidates(layer, run.device, run.dtype)
     for routes in run.sizes(run.options.routes, ROUTES):
         yield segment_candidates(routes, run.device, run.dtype)
-    run.console.print(choice_table(choices))
-    run.facts["choices"] = [asdict(choice) for choice in choices]
 
 
 def check(device: torch.device, dtype: torch.dtype) -> float:
@@ -257,7 +248,9 @@ def segment_candidates(
     ]
 
 
-def judge(shape: Shape, took: dict[str, float], device: torch.device, dtype: torch.dtype) -> Choice:
+def judge(
+    shape: Shape, took: dict[str, float], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """What each algorithm takes in all, and what the cost model's choice loses."""
     B, T, d, p = shape
     totals = {
@@ -272,15 +265,7 @@ def judge(shape: Shape, took: dict[str, float], device: torch.device, dtype: tor
     regret = 0.0
     if chosen in allowed:  # one position: nothing to choose
         regret = allowed[chosen] / min(allowed.values()) - 1
-    return Choice(shape, chosen, totals, regret)
-
-
-def choice_table(choices: list[Choice]) -> Table:
-    table = Table("shape", "gram", "outer", "outer_store", "chosen", "regret", title="cost model")
-    for choice in choices:
-        times = (f"{choice.milliseconds[name] * 1e3:.0f}" for name in choice.milliseconds)
-        table.add_row(str(choice.shape), *times, choice.chosen, f"{choice.regret:.1%}")
-    return table
+    return {"shape": shape, "chosen": chosen, "milliseconds": totals, "regret": regret}
 
 
 BENCH = OpBench(

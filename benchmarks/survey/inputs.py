@@ -6,6 +6,7 @@ No size of an axis is the number of samples unless a model leaves no choice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -133,24 +134,14 @@ def patches(side: int = 4) -> Inputs:
     return made
 
 
-def floats(**shapes: list[int]) -> Inputs:
-    """Normal numbers; of each shape, behind the samples."""
-    return lambda _: {name: torch.randn(SAMPLES, *shape) for name, shape in shapes.items()}
+def _made(make: Callable[..., Tensor]) -> Callable[..., Inputs]:
+    """Of shapes by the names of arguments, behind the samples."""
+    return lambda **shapes: lambda _: {name: make(SAMPLES, *shapes[name]) for name in shapes}
 
 
-def uniform(**shapes: list[int]) -> Inputs:
-    return lambda _: {name: torch.rand(SAMPLES, *shape) for name, shape in shapes.items()}
-
-
-def ones(**shapes: list[int]) -> Inputs:
-    return lambda _: {name: torch.ones(SAMPLES, *shape) for name, shape in shapes.items()}
-
-
-def zeros(**shapes: list[int]) -> Inputs:
-    """Whole numbers."""
-    return lambda _: {
-        name: torch.zeros(SAMPLES, *shape, dtype=torch.long) for name, shape in shapes.items()
-    }
+#: Normal numbers, numbers between 0 and 1, and ones; zeros are whole numbers.
+floats, uniform, ones = map(_made, (torch.randn, torch.rand, torch.ones))
+zeros = _made(partial(torch.zeros, dtype=torch.long))
 
 
 def counted(**lengths: int) -> Inputs:
