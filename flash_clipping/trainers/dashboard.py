@@ -46,6 +46,10 @@ class Reading:
         nothing of the samples' gradients."""
         return {"epsilon": epsilon, "samples_per_second": self.samples_per_second}
 
+    def shown(self) -> dict[str, float]:
+        """The numbers that are functions of the samples' gradients."""
+        return {"clipped_share": self.clipped_share, "median_norm": self.median_norm}
+
 
 class ClippingStatistics:
     """Gathers norms and clipping coefficients of backward passes of ``model`` (what
@@ -153,9 +157,7 @@ class PrivacyDashboard:
         shown = line(self._shown, epsilon, reading)
         if not self._values:
             shown += f"   (ε: {self._engine.relation})"
-        self._values = {"step": self._shown} | reading.logs(epsilon)
-        for name in ("clipped_share", "median_norm"):
-            self._values[name] = getattr(reading, name)
+        self._values = {"step": self._shown} | reading.logs(epsilon) | reading.shown()
         self._statistics.restart()  # the time that ε takes is not the training's
         self._show(shown + seed_notice(self._engine.stream))
 

@@ -176,9 +176,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
         if trainer.global_step % trainer.log_every_n_steps == 0:
             reading = self.run.read()
             pl_module.log_dict(reading.logs(self.epsilon), batch_size=1)
-            names = ("clipped_share", "median_norm")  # of which no file is written
-            shown = {name: getattr(reading, name) for name in names}
-            pl_module.log_dict(shown, batch_size=1, logger=False, prog_bar=True)
+            # No file is written of these.
+            pl_module.log_dict(reading.shown(), batch_size=1, logger=False, prog_bar=True)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""

@@ -20,7 +20,6 @@ from flash_clipping.engine.micro_batches import Parts, StepInParts, bounds_of, c
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.errors import FlashClippingError, InvalidValue
-from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, Reading
 
@@ -78,10 +77,13 @@ class PrivateRun:
         self.readings: list[tuple[int, Reading]] = []
 
     def begin_epoch(self, loader: LogicalLoader, run: int, epoch: int) -> None:
-        """Let a run with a seed draw this epoch's batches as it would after any interruption."""
+        """Let a run with a seed draw this epoch's batches as it would after any interruption; all
+        processes of a sharded model call it."""
         if self.arguments.seed is not None:
-            self.sampling_stream = self.engine.stream.another(run, epoch)
-            loader.draw_with(self.sampling_stream)
+            self.sampling_stream = stream = self.engine.stream.another(run, epoch)
+            if (processes := loader.processes) is not None:
+                stream = processes.shared_stream(stream)
+            loader.batch_sampler.stream = stream
 
     def attach(
         self,
@@ -121,12 +123,8 @@ class PrivateRun:
                 )
             self.noise_multiplier = noise
         elif arguments.target_epsilon is not None and rate > self.sample_rate:
-            raise InvalidValue(
-                f"FC583 target_epsilon={arguments.target_epsilon}: its noise was computed for "
-                f"steps that draw a sample with probability {self.sample_rate:.4g}; found a "
-                f"dataset of which each is drawn with {rate:.4g}. Instead of target_epsilon give "
-                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
-            )
+            was, now = f"{self.sample_rate:.4g}", f"{rate:.4g}"
+            raise self._beyond(f"samples that were drawn with probability {was}, and now {now}")
         self.sample_rate = rate
         if (processes := processes_of(model)) is not None:
             loader.share(processes)
@@ -185,12 +183,17 @@ class PrivateRun:
 
     def check_budget(self, remaining: int) -> None:
         """Raise ``ValueError`` for more steps than the noise of ``target_epsilon`` is for."""
-        if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
-            return
-        raise InvalidValue(
+        if (
+            self.arguments.target_epsilon is not None
+            and self.steps + remaining > self.planned_steps
+        ):
+            raise self._beyond(f"{remaining} more")
+
+    def _beyond(self, found: str) -> InvalidValue:
+        return InvalidValue(
             f"FC583 target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
-            f"{self.planned_steps} steps, of which {self.steps} are done; found {remaining} more. "
-            "Give the number of steps of the whole training at once, or noise_multiplier="
+            f"{self.planned_steps} steps, of which {self.steps} are done; found {found}. Give the "
+            "number of steps of the whole training at once, or noise_multiplier="
             f"{self.noise_multiplier:.4g} instead of target_epsilon: epsilon then grows further. "
             "After an interrupt, go on from a checkpoint with a new trainer:\n"
             "    trainer.train(resume_from_checkpoint=True)"
@@ -301,22 +304,17 @@ class LogicalLoader(PoissonLoader):
         super().__init__(dataset, collate_fn=collate_fn, **kwargs)
         collate = collate_fn or default_collate
         self.collate_fn = CollateParts(collate, dataset, part_size, usual)
-        self._processes: ProcessGroups | None = None
+        self.processes: ProcessGroups | None = None
 
     def share(self, processes: ProcessGroups) -> None:
         """Draw this process's samples, in as many parts as the other processes have, some of them
         without: all run the model equally often."""
         super().share(processes)
-        self._processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
-
-    def draw_with(self, stream: SecretStream) -> None:
-        """Draw the next epochs' batches with it; all processes of a sharded model call it."""
-        processes = self._processes
-        self.batch_sampler.stream = stream if processes is None else processes.shared_stream(stream)
+        self.processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            if self._processes is not None:
+            if self.processes is not None:
                 while len(batch.parts) < self.batch_sampler.parts[0]:
                     batch.parts.append(self.collate_fn.part([]))
                     batch.sizes.append(0)

@@ -211,13 +211,11 @@ def seeded(model: nn.Module) -> Any:
     return random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0)
 
 
-def _own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+def _own_loss(model: nn.Module, inputs: Any) -> Tensor | None:
     """The loss that a model of ``transformers`` returns, a scalar; ``None`` if it has none."""
-    inside: Any = model
-    if has_penalty(model):
-        inside = inside.get_base_model()
+    inside: Any = model.get_base_model() if has_penalty(model) else model  # type: ignore[operator]
     with seeded(model):
-        return loss_of(inside(**inputs))
+        return loss_of(inside(**inputs)) if isinstance(inputs, Mapping) else None
 
 
 def shifts_labels(
@@ -252,22 +250,21 @@ def compare(
     found: dict[int, Any] = {}
     for sample in samples:
         batch = collate([sample])
-        own = _own_loss(model, batch) if isinstance(batch, Mapping) else None
-        if own is None:
+        if (own := _own_loss(model, batch)) is None:
             return
         if own.isfinite():  # a mean over no label is NaN
             with seeded(model):  # ViTMAE draws what it hides
-                ours = losses(batch, 1)
-            _compare(model, own, ours, "one sample")
+                _compare(model, own, losses(batch, 1), "one sample")
             # How many labels count: samples of different length differ in it.
             named = [x for name, x in batch.items() if name.endswith("labels")]
             counts = [int((x != IGNORED).sum()) for x in named if isinstance(x, Tensor)]
             found.setdefault(sum(counts), sample)
         if len(found) == 2:
             break
-    pair = list(found.values())
-    batch = collate(pair) if len(pair) == 2 else {}
-    if not batch or any(not isinstance(x, Tensor) or len(x) != 2 for x in batch.values()):
+    else:
+        return
+    batch = collate([*found.values()])
+    if any(not isinstance(x, Tensor) or len(x) != 2 for x in batch.values()):
         return  # rows of the batch are no samples
     both = losses(batch, 2)
     for row in (0, 1):
@@ -284,11 +281,10 @@ def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
     ours, expected = float(losses.sum()), float(own)
     if losses.shape == (1,) and abs(ours - expected) <= tolerance * max(1.0, abs(expected)):
         return
-    name = type(model).__name__
     raise InvalidValue(
         f"FC806 PrivateTrainer: found a loss of {ours:.6g} for {what} of train_dataset, where "
-        f"{name} itself has {expected:.6g}. compute_sample_losses would train for something else "
-        f"than {name} is evaluated by. Override it, with one loss for each sample:\n"
+        f"{type(model).__name__} itself has {expected:.6g}. Override compute_sample_losses, with "
+        "one loss for each sample:\n"
         "    class MyTrainer(PrivateTrainer):\n"
         "        def compute_sample_losses(self, model, inputs):  # [B], not reduced\n"
         "            ..."

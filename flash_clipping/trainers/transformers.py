@@ -12,7 +12,7 @@ import copy
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -31,11 +31,9 @@ try:
         Seq2SeqTrainer as Seq2SeqTrainer,
         Trainer as Trainer,
         TrainerCallback,
-        TrainerState,
         TrainingArguments,
     )
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
-    from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as error:
     raise missing_extra("transformers", __name__, error) from error
 
@@ -64,9 +62,6 @@ __all__ = ["PrivacyArguments", "PrivateSeq2SeqTrainer", "PrivateTrainer"]
 
 #: In a checkpoint's folder: accountant and settings.
 STATE_NAME = "privacy.pt"
-
-#: The Trainer's default bound for the gradient of a batch.
-_DEFAULT_BOUND = 1.0
 
 
 class PrivateTrainer(ReportsPrivacy, Trainer):
@@ -213,12 +208,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
         with asking(model), self.accelerator.autocast():
             samples = [loader.dataset[index] for index in range(min(8, len(loader.dataset)))]
-            try:
+            # Batches may be for the losses of a subclass only.
+            with nullcontext() if is_ours else suppress(Exception):
                 self._shifts = shifts_labels(model, samples, collate)
-            except Exception:
-                if is_ours:
-                    raise
-                self._shifts = None  # batches may be for the losses of a subclass only
             if is_ours:
                 compare(model, samples, collate, losses)
         reshard(model)
@@ -289,9 +281,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         except torch.OutOfMemoryError as error:
             if not self._finds_batch_size:
                 error.add_note(
-                    "PrivateTrainer: a part of a batch ran out of memory. Give "
-                    "per_device_train_batch_size less, and gradient_accumulation_steps more; or "
-                    "let parts that do not fit be halved:\n"
+                    "PrivateTrainer: let parts of a batch that do not fit be halved:\n"
                     "    TrainingArguments(..., auto_find_batch_size=True)"
                 )
             raise
@@ -399,7 +389,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         if not self.args.should_save:  # another process does, and all have taken the same steps
             return
         state = self.run.state_dict()
-        state.update(global_step=self.state.global_step, trainings=self._trainings)
+        state["trainings"] = self._trainings
         torch.save(state, os.path.join(output_dir, STATE_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -415,14 +405,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 "PrivateTrainer wrote."
             )
         state = torch.load(path, map_location="cpu", weights_only=True)
-        # From the file: transformers 5.0 reads it only after the optimizer's.
-        others = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-        if state["global_step"] != others.global_step:
-            raise InvalidValue(
-                f"FC582 resume_from_checkpoint: {path} is of step {state['global_step']}, the "
-                f"other files of {checkpoint} are of step {others.global_step}. Resume from "
-                "another."
-            )
         self.run.load_state_dict(state)
         self._trainings = state["trainings"]
 
@@ -474,19 +456,14 @@ def _decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[
 
 def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float:
     """``C``, from where it was given."""
-    if of_privacy is None:
-        if not of_trainer:
-            raise InvalidValue(
-                f"FC803 max_grad_norm: found {of_trainer} in TrainingArguments, and none in "
-                "PrivacyArguments; expected the clipping bound of a sample in one of them."
-            )
-        return of_trainer
-    if of_trainer and of_trainer not in (_DEFAULT_BOUND, of_privacy):
+    differ = of_privacy is not None and of_trainer and of_trainer not in (1.0, of_privacy)
+    bound = of_privacy or of_trainer
+    if differ or not bound:  # the Trainer's default is 1, for the gradient of a batch
         raise InvalidValue(
             f"FC803 max_grad_norm: found {of_trainer} in TrainingArguments and {of_privacy} in "
-            "PrivacyArguments; expected one bound. Leave it out of TrainingArguments."
+            "PrivacyArguments; expected the clipping bound of a sample in one of them."
         )
-    return of_privacy
+    return bound
 
 
 def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

@@ -20,7 +20,6 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
-    TrainerState,
     default_data_collator,
 )
 
@@ -354,28 +353,12 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
         with raises("FC582", ValueError, match=found):
             trainer(tmp_path, **settings).train(resume_from_checkpoint=str(folder))
     state = torch.load(folder / "privacy.pt")
-    torch.save(state | {"global_step": 2}, folder / "privacy.pt")
-    with raises("FC582", ValueError, match="2"):
+    torch.save(state | {"steps_before": 1}, folder / "privacy.pt")
+    with raises("FC584", RuntimeError, match="counts 3 steps, and 2 are accounted"):
         trainer(tmp_path).train(resume_from_checkpoint=str(folder))
     (folder / "privacy.pt").unlink()
     with raises("FC582", ValueError, match=r"no privacy\.pt"):
         trainer(tmp_path).train(resume_from_checkpoint=str(folder))
-
-
-class StateLast(PrivateTrainer):
-    """As transformers 5.0, which reads the optimizer's file before the trainer's state."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        state, self.state = self.state, TrainerState()
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self.state = state
-
-
-def test_resuming_where_the_state_is_read_last(tmp_path: Path) -> None:
-    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    private = trainer(tmp_path, max_steps=2, cls=StateLast)
-    private.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert private.run.steps == private.state.global_step == 2
 
 
 class AsksForLoaders(TrainerCallback):
