@@ -2,40 +2,12 @@
 
 B samples, T positions, d input features, p output features. ``u = 2⁻²⁴`` is fp32's unit roundoff.
 
-The norm n of a sample's gradient ``Σ_t g_t a_tᵀ`` is measured by one sequence of roundings. Its
+The norm of a sample's gradient ``Σ_t g_t a_tᵀ`` is measured by one sequence of roundings, and the
 clipped gradient is released by another. Both err by a small part of the *spread*
-``Σ_t ‖a_t‖ ‖g_t‖``, the norm that there would be if no position cancelled another. Where positions
-nearly cancel, what was measured may be rounding alone. So a sample is clipped by an upper bound U,
-such that what is released of it, before its coefficient, has a norm r of at most
-``(1 + SLACK)² U``.
-
-*Sums.* A sum of m numbers is off by at most ``m u`` of the sum of their absolutes, in any
-order: Jeannerod and Rump, "Improved error bounds for inner products in floating-point arithmetic"
-(2013). So r is at most ``n + δ`` with ``δ = D u spread``, where D counts the additions that a term
-meets when it is measured and when it is released. Long sums are formed in two levels, blocks of
-256 whose results are added up. Then D is a function of the number of positions alone:
-:func:`additions`. It is no count of what a sample holds.
-
-*The formula.* For any s, ``r² <= (1 + s) (n² + x)`` with ``x = (n + δ)² / (1 + s) - n²``. Squares
-of several parameters add up, with ``x = 0`` where ``δ`` is small: those are clipped by their norm.
-:func:`doubt_of_sums` is x with ``1 + s = (1 + SLACK)²``, and :func:`upper_bound` divides the root
-of ``n² + Σ x`` by ``1 + SLACK``. Ordinary samples are so clipped by their norm until ``δ`` is 0.6 %
-of it: on random operands up to 16,384 positions on a CPU and 3,500 on a GPU.
-
-*Cancellation.* Where positions cancel, r may be rounding, and what it is may depend on who
-else is in the batch. So U is at least ``√CANCELLATION · spread``: of ``C`` then at most
-``D u / √CANCELLATION`` is rounding. A sample whose positions cancel to less than 1/1448 of their
-spread (1/512 where tensor cores add up) is clipped as if they cancelled to that.
-
-*Gram norms* err otherwise. They add up ``(a_t·a_s)(g_t·g_s)``; products err by a part ε of
-``‖a_t‖‖a_s‖``, and the squared norm by up to ``2 ε spread²``, which is added to x. On a CPU Gram
-matrices are in float64, where this is nothing. Those of tensor cores have :func:`gram_doubt`, or
-the plain :func:`error_bound`, ``CANCELLATION · spread²``. By ``(n + δ)² <= (1 + s) n² + (1 + 1/s)
-δ²`` the latter leaves ``δ = √(s CANCELLATION) spread`` for sums, 2,500 u with ``s = 2 SLACK``.
-
-*Other samples.* A sum over k samples is rounded otherwise when one of them is gone. In the search
-(``tests/certificate``) this was at most ``k 2⁻²² C``: 0.0039 C for 2¹⁴ samples. With
-``(1 + SLACK)²`` it makes 1.0100, of which :data:`ETA` is the promise.
+``Σ_t ‖a_t‖ ‖g_t‖``, the norm that there would be if no position cancelled another. So a sample is
+clipped by an upper bound U, such that what is released of it, before its coefficient, has a norm of
+at most ``(1 + SLACK)² U``. Squares add up over parameters: *doubts* are what functions here add to
+squared norms, and :func:`upper_bound` makes U of both. ``docs/guarantees.md`` has the derivation.
 
 Gradients that are released as they were measured need no bound: stored ones, biases, norm layers.
 """
@@ -226,26 +198,8 @@ def gram_doubt(
         sums: how many such results are then added up in fp32, at most.
         dtype: of the operands, the wider.
 
-    *What is measured.* Running sums of ``a_t·a_s`` are at most ``‖a_t‖‖a_s‖``, by Cauchy and
-    Schwarz, and so are the terms. So entries of ``A Aᵀ`` err by at most ``ε ‖a_t‖‖a_s‖`` with
-    ``ε = promoted · LOST + sums · u``; those of ``G Gᵀ`` likewise. Let E be the one error and F the
-    other. What is measured errs by ``⟨E, G Gᵀ⟩ + ⟨A Aᵀ, F⟩``, which is at most
-
-    * ``2 ε spread²``, as ``|g_t·g_s| ≤ ‖g_t‖‖g_s‖``;
-    * ``ε (‖A‖² ‖G Gᵀ‖ + ‖G‖² ‖A Aᵀ‖)`` in Frobenius' norm, by Cauchy and Schwarz once more, as
-      ``‖E‖ ≤ ε Σ_t ‖a_t‖²``. ``‖A‖²`` is the sum of the T eigenvalues of ``A Aᵀ``, so at
-      most √T times the root of the sum of their squares. This is at most ``2 ε √T overlap``, where
-      ``overlap = ‖A Aᵀ‖ ‖G Gᵀ‖``.
-
-    Where rows are far from parallel ``overlap`` is little more than the squared norm, of which
-    ``spread²`` is T times as much. Where few rows are much longer than all others ``spread²`` may
-    be less. It is the smaller that counts.
-
-    *What is released.* A partial sum ``P = Σ_{t≤k} g_t a_tᵀ`` has ``‖P‖² = ⟨A Aᵀ, G Gᵀ⟩`` over the
-    first k positions: at most ``overlap``, and at most ``spread²``. So have the terms that one
-    instruction adds. So a sum that tensor cores add up without a rounding in between loses at most
-    ``δ = T · LOST · √(2 overlap)`` of a sample whose norm is n, and
-    ``(n + δ)² ≤ (1 + s) n² + (1 + 1/s) δ²``. With ``s = 2 · SLACK`` the first costs nothing.
+    The smaller of two bounds, by the spread and by ``‖A Aᵀ‖ ‖G Gᵀ‖``, and what the released sum may
+    lose. ``docs/guarantees.md`` derives them.
     """
     lost = lost_of(dtype)
     of_entry = promoted * lost + sums * 2.0**-24
