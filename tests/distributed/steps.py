@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +28,6 @@ from flash_clipping import (
     Users,
 )
 from flash_clipping.distributed.parameter_slots import local_of
-from flash_clipping.distributed.reducer import Reduction
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.engine.private_state import PrivateState
 from flash_clipping.noise.mechanisms import NoiseMechanism
@@ -53,7 +50,6 @@ from tests.distributed.processes import (
     message,
     sharded,
     truth_of,
-    with_a_row,
 )
 from tests.support import packed
 from tests.support.autograd import truth_by_autograd
@@ -592,63 +588,6 @@ def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
         optimizer.step()
 
     return model, step, PrivateState(engine, flash, optimizer)
-
-
-def gradients_in_buckets(rank: int) -> dict[str, bool]:
-    """Where the sums of a step are, of parameters whose shards are uneven."""
-    model = sharded(make(torch.float32))
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-    ids, y = local(rank, everyone())
-
-    def step() -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        F.cross_entropy(flash(ids), y).backward()
-        return [p.grad.to_local() for p in model.parameters()]
-
-    first = step()
-    reducer = flash._sharded.reducer
-    planned, layouts = reducer._buckets, [p.grad._spec for p in model.parameters()]
-    shards = step()
-    versions = [shard._version for shard in shards[1:]]
-    shards[0].zero_()
-    return {
-        "one memory": len({shard.untyped_storage().data_ptr() for shard in shards}) == 1,
-        "another one in each step": first[0].data_ptr() != shards[0].data_ptr(),
-        "on 16 bytes": all(shard.data_ptr() % 16 == 0 for shard in shards),
-        "versions of their own": [shard._version for shard in shards[1:]] == versions,
-        "planned once": reducer._buckets is planned,
-        "kept layouts": all(
-            p.grad._spec is layout for p, layout in zip(model.parameters(), layouts, strict=True)
-        ),
-    }
-
-
-def left_to_the_end(rank: int) -> tuple[int, int, int]:
-    """Buckets of a step by ``mode="two_pass"``, and how many its second walk has not sent; with
-    samples in all processes, in the first one only, and while that holds another call's output;
-    and how many of these passes are held by cycles."""
-    model = sharded(make(torch.float32))
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, mode="two_pass")
-    flash._sharded.reducer.bucket_bytes = 1
-    left: list[int] = []
-    passes: list[Any] = []
-    finish = Reduction.finish
-
-    def counted(self: Reduction, sums: Any) -> None:
-        left.append(len(self.waiting))
-        passes.append(weakref.ref(sums.__self__))
-        finish(self, sums)
-
-    with mock.patch.object(Reduction, "finish", counted):
-        for cuts in (everyone(), (0, *[SAMPLES] * dist.get_world_size()), everyone()):
-            ids, y = local(rank, cuts)
-            rows, labels = with_a_row(flash, ids, y)
-            held = flash(rows) if len(left) == 2 else None
-            if rank:
-                del held
-            F.cross_entropy(flash(rows), labels).backward()
-    held_by_cycles = sum(one() is not None for one in passes)
-    return len(flash._sharded.reducer._buckets), max(left), held_by_cycles
 
 
 def offloaded_gradient() -> bool:

@@ -56,8 +56,6 @@ def main(rank: int) -> Parts:
         **{f"trained {n}": partial(steps.trained, rank, {}, **how) for n, how in TRAINED.items()},
         "mixed": lambda: [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
         "offloaded": steps.offloaded_gradient,
-        "buckets": lambda: steps.gradients_in_buckets(rank),
-        "left": lambda: steps.left_to_the_end(rank),
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
         **{
@@ -132,20 +130,6 @@ def test_mixed_precision_sums_are_in_fp32(found: list[Found]) -> None:
 
 def test_gradients_are_where_shards_are(found: list[Found]) -> None:
     assert all(of_rank["offloaded"] for of_rank in found)
-
-
-def test_gradients_are_parts_of_what_arrived(found: list[Found]) -> None:
-    for of_rank in found:
-        wrong = [what for what, holds in of_rank["buckets"].items() if not holds]
-        assert not wrong
-
-
-def test_two_passes_send_sums_while_they_walk(found: list[Found]) -> None:
-    """The first layer's alone are complete when the walk has ended. A pass that fails then lets go
-    of what is on its way."""
-    for of_rank in found:
-        buckets, left, held_by_cycles = of_rank["left"]
-        assert buckets > 5 and left <= 1 and not held_by_cycles
 
 
 def test_noise_is_drawn_once_for_every_element_by_shard(found: list[Found]) -> None:

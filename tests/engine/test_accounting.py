@@ -77,28 +77,6 @@ def test_epsilon_is_that_of_opacus(history: list[tuple[float, float, int]], delt
             assert ours.get_epsilon(delta) == theirs.get_epsilon(delta)
 
 
-@pytest.mark.parametrize("kind", ["rdp", "prv", "discrete_gaussian"])
-def test_renyi_dp_of_a_step_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Opacus' own accountants, too: however often epsilon is asked for."""
-    from opacus.accountants.analysis import rdp
-
-    orders: list[float] = []
-    function = rdp._compute_log_a
-
-    def counted(rate: float, noise: float, order: float) -> float:
-        orders.append(order)
-        return function(rate, noise, order)
-
-    monkeypatch.setattr(rdp, "_compute_log_a", counted)
-    found = FlashPrivacyEngine(accountant=kind).accountant
-    noise = 1.23 + ord(kind[1]) / 1000  # of no other accountant's test
-    found.step(noise_multiplier=noise, sample_rate=0.0123)
-    for _ in range(5):
-        found.step(noise_multiplier=noise, sample_rate=0.0123)
-        found.get_epsilon(1e-5)
-    assert len(orders) == len({*orders}) > 0
-
-
 def densities(values: list[float], rate: float, kept: int, sigma: float, at: Any) -> Any:
     """Of the noisy sum of a truncated Poisson batch of samples with these values."""
     total = np.zeros_like(at)

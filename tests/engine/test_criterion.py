@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.engine.criterion import compares_samples
-from flash_clipping.engine.loss_graph import LossLook
 from tests.support.autograd import mean_squares
 from tests.support.errors import raises, warns
 from tests.support.wrapping import MODES
@@ -457,21 +454,6 @@ def test_one_that_does_not_trains(name: str, dtype: torch.dtype) -> None:
         optimizer.step()
 
 
-def test_it_is_looked_at_once_and_leaves_no_trace() -> None:
-    counts = Counts()
-    model, _, criterion, _, (x, y) = private_of_criteria_of_batches(counts)
-    with torch.no_grad():
-        criterion(model(x[:16]), y[:16])
-    assert len(counts.calls) == 1
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    for number in range(3):
-        criterion(model(x[:16]), y[:16])
-        assert len(counts.calls) == 2 + number
-    torch.testing.assert_close(torch.rand(3), expected)
-
-
 class Center(nn.Module):
     """A center loss: its centers are trained, or follow the samples."""
 
@@ -515,17 +497,6 @@ def test_a_criterion_that_remembers_is_refused() -> None:
     exec(str(error.value).splitlines()[-1].strip(), {"criterion": criterion})
     criterion(model(x[:16]), y[:16]).backward()
     assert model.get_norm_sample().shape == (16,)
-
-
-def test_a_criterion_that_runs_out_of_memory_in_float64_is_no_comparison() -> None:
-    def loss(output: Tensor) -> Tensor:
-        if output.dtype == torch.float64:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return (output - output.mean(0)).square()
-
-    output = torch.randn(8, 3, requires_grad=True)
-    with pytest.raises(torch.OutOfMemoryError):
-        compares_samples(loss, (output,), {}, 8)
 
 
 CROSSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
@@ -620,21 +591,6 @@ def test_a_front_end_outside_of_the_model_is_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         frozen(front.requires_grad_(False)(torch.randn(5, 2))).square().mean().backward()
-
-
-def test_unsharded_parameters_are_none_outside_of_the_model() -> None:
-    """A sharded model lists other parameters than those that it computes with; a head is found."""
-    model, lent, head = nn.Linear(4, 3), nn.Parameter(torch.randn(4)), nn.Linear(3, 2)
-    model.weight.placements = ()  # type: ignore[assignment]
-    look = LossLook(model)
-    for loss_of, found in ((Tensor.square, 0), (head, 1)):
-        output = model(torch.randn(5, 4) * lent)
-        look.follow([output], ForwardCall(batch_sizes=(5,)))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loss_of(output).sum().backward()
-        assert ["that it reaches" in str(one.message) for one in caught] == [True] * found
-        look = LossLook(model)
 
 
 # -- what the loader drew -------------------------------------------------------------------------

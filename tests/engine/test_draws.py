@@ -22,7 +22,7 @@ from flash_clipping import (
     PoissonSampling,
     Users,
 )
-from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
+from flash_clipping.capture.draws import DrawnBatch, Draws
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from tests.support.errors import raises, warns
 from tests.support.private import Private, TwoLayers, data
@@ -361,13 +361,6 @@ def test_rows_that_the_loop_sorts_are_refused_or_declared() -> None:
         made[0](x[order])
 
 
-def test_a_second_view_in_another_order_is_refused() -> None:
-    made, x, rows = users()
-    made[0](x)
-    with raises("FC243"):
-        made[0](x[torch.arange(len(x)).roll(1)])
-
-
 def test_the_same_rows_are_known_however_they_come() -> None:
     made, x, rows = users()
     expected = norms_of(made, x, rows)
@@ -378,49 +371,6 @@ def test_the_same_rows_are_known_however_they_come() -> None:
         made[0](changed)
     made[0].expect_rows(torch.arange(len(x)))
     norms_of(made, changed, rows)
-
-
-def test_rows_that_are_changed_in_place_are_not_those_of_the_loader() -> None:
-    made, x, rows = users()
-    x[:] = x[torch.arange(len(x)).roll(1)]
-    with raises("FC243"):
-        made[0](x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    x = torch.randn(7, 5)
-    batch = DrawnBatch(0, 7, 7, tensors=[x, torch.arange(7)])
-    assert batch.fits([x.to(dtype)], 0)
-    assert not batch.fits([x.to(dtype).flip(0)], 0)
-
-
-def test_one_input_with_other_rows_is_enough() -> None:
-    x, mask, ids = torch.randn(7, 5), torch.ones(7, 5), torch.randint(9, (7, 3))
-    batch = DrawnBatch(0, 7, 7, tensors=[x, mask, ids])
-    assert batch.fits([x.clone(), mask.clone()], 0)
-    assert not batch.fits([x.clone(), mask.clone(), torch.randn(7, 2)], 0)
-    assert not batch.fits([x / 7, ids.clone()], 0)
-    assert not batch.fits([x.flip(0), mask.clone(), ids.clone()], 0)
-    assert not batch.fits([x.flip(0) + 1, mask.clone()], 0)  # a mask tells no rows apart
-    assert not batch.fits([ids.clone(), x.flip(0)], 0)
-    assert not batch.fits([ids, x.flip(0)], 0)
-
-
-def test_sequences_first() -> None:
-    x = torch.randint(9, (5, 7))
-    batch = DrawnBatch(0, 7, 7, tensors=[x])
-    assert batch.fits([x.clone()], 1) and not batch.fits([x.flip(1)], 1)
-
-
-def test_hashes_are_of_values_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.eye(40)  # one-hot rows have the same elements
-    for x in (rows, rows.bool(), rows.bfloat16(), rows.to(torch.complex64), rows.long()):
-        whole = row_hashes(x)
-        assert len(whole.unique()) == 40
-        with monkeypatch.context() as patch:
-            patch.setattr("flash_clipping.capture.draws._AT_ONCE", 7 * 40)
-            assert torch.equal(row_hashes(x), whole)
 
 
 def padded() -> tuple[Any, Tensor, Tensor, int]:
@@ -448,19 +398,6 @@ def test_padding_that_the_loop_moves_is_refused_or_declared() -> None:
     made[0].expect_rows(torch.zeros(20, dtype=torch.long))
     with raises("FC242"):
         made[0](x)
-
-
-def test_a_user_moves_the_sum_by_the_bound_whatever_the_order() -> None:
-    """Clipped sums of a declared order are those of the batch."""
-    made, x, rows = users()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
-    sums = []
-    for index in (torch.arange(len(x)), order):
-        made[0].expect_rows(index)
-        made[1].zero_grad()
-        F.cross_entropy(made[0](x[index]), rows[index] % 3).backward()
-        sums.append(torch.cat([p.grad.flatten() for p in made[0].parameters()]))
-    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-6)
 
 
 def test_batches_without_tensors_are_refused_or_declared() -> None:
@@ -524,18 +461,6 @@ def test_a_batch_before_the_last_is_refused() -> None:
             draws.of_forward(inputs, 0)
 
 
-def test_a_tensor_of_all_batches_tells_none_of_them() -> None:
-    draws, (x, y) = several()
-    constant = torch.arange(2.0)
-    for draw in draws.waiting:
-        draw.tensors = (*draw.tensors, constant)
-        draw.__post_init__()
-    found = draws.of_forward([x.clone(), y.clone(), constant], 0)
-    assert found is not None and found.number == 1
-    with raises("FC243"):
-        draws.of_forward([x / 7, y.clone(), constant], 0)
-
-
 CLEARED = {
     "optimizer": lambda module, optimizer: optimizer.zero_grad(),
     "model": lambda module, optimizer: module.zero_grad(),
@@ -571,17 +496,6 @@ def test_a_look_before_training_is_forgotten(mode: str, by: str) -> None:
             assert torch.allclose(sums, p.grad, atol=1e-7)
         optimizer.step()
     assert len(looks) == 2
-
-
-def test_without_clearing_the_message_says_what_to_do() -> None:
-    made = private()
-    module, optimizer, criterion, loader = made
-    looks = [criterion(module(x), y) for x, y in [next(iter(loader))]]
-    x, y = next(iter(loader))
-    with raises("FC510", match="batches 0, 1"):
-        criterion(module(x), y).backward()
-    step(made, x, y)
-    assert looks
 
 
 def in_turn(made: Any, clear: Callable[[], None], x: Tensor) -> None:

@@ -137,18 +137,6 @@ def test_checkpoint_of_opacus_loads() -> None:
     assert flash.engine.accountant.history == hooks.engine.accountant.history
 
 
-def test_an_earlier_checkpoint_brings_no_epsilon_back() -> None:
-    training = EngineTraining(FlashPrivacyEngine(accountant="rdp"), noise_multiplier=1.0)
-    engine, file = training.steps(1).engine, io.BytesIO()
-    given = {"path": file, "module": training.wrapper, "optimizer": training.optimizer}
-    engine.save_checkpoint(**given)
-    file.seek(0)
-    spent = training.steps(1).engine.get_epsilon(1e-5)
-    with raises("FC581", ValueError):
-        engine.load_checkpoint(**given)
-    assert engine.get_epsilon(1e-5) == spent
-
-
 # -- Opacus' other modes --------------------------------------------------------------------------
 
 
@@ -283,20 +271,6 @@ def private(model: nn.Module, x: Tensor, noise: float, bound: float) -> Any:
         poisson_sampling=False,
         mode="one_by_one",
     )
-
-
-@pytest.mark.filterwarnings("ignore:Batches are not drawn by Poisson sampling")
-def test_training_is_that_of_the_plain_optimizer() -> None:
-    model, x = made()
-    plain = copy.deepcopy(model)
-    wrapped, optimizer, _, _ = private(model, x, 0.0, 1e6)
-    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
-    for _ in range(3):
-        for net, opt in ((wrapped, optimizer), (plain, adam)):
-            opt.zero_grad()
-            net(x).square().sum().backward()
-            opt.step()
-    torch.testing.assert_close(flat(model.parameters()), flat(plain.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:Batches are not drawn by Poisson sampling")

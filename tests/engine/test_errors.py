@@ -20,7 +20,6 @@ from flash_clipping import (
     FlashLoss,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
-    Kernels,
     NotPoissonWarning,
     codes,
 )
@@ -226,13 +225,6 @@ def test_warnings_are_of_the_line_that_is_asked_for() -> None:
         warn("FC555 Odd. Look for it.", stacklevel=1)
     assert found[0].filename == __file__
     assert str(found[0].message) == "FC555 Odd.\nLook for it."
-
-
-def test_backends_are_checked_by_name() -> None:
-    with raises("FC301", ValueError, match="'cutlass' is unknown; expected.* auto, triton, torch"):
-        Kernels("cutlass")  # type: ignore[arg-type]
-    with raises("FC319", TypeError, match=r"found str; use:\n    kernels=Kernels\(\)"):
-        GradSampleModuleFlashClipping(nn.Linear(2, 2), kernels="triton")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
-    FlashClippingError,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
     GraphedStep,
     Kernels,
 )
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.graphs import graphed_model
-from flash_clipping.graphs.choice import TIMED, Choice
 from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.errors import raises
 from tests.support.graphs import (
@@ -109,20 +105,6 @@ def test_other_sizes_are_captured_when_they_are_met_and_evaluation_runs_as_it_is
     assert graphed.replays == 5
 
 
-def test_a_first_capture_waits_for_a_call_beside_as_much_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An optimizer's state comes after the first steps, and would seem to be the graph's."""
-    now = [0]
-    monkeypatch.setattr(graphed_model, "memory_held", lambda device: now[0])
-    graphed, replays = Training(True), list[int]()
-    for number, x in enumerate(batches(7)):
-        now[0] = 2**30 if number > 2 else 0
-        graphed.results(x)
-        replays.append(graphed.replays)
-    assert replays == [0, 0, 0, 0, 1, 2, 3]
-
-
 def test_another_bound_is_captured_anew() -> None:
     graphed, eager = warmed()
     for training in (graphed, eager):
@@ -178,56 +160,6 @@ def test_another_loss_reduction_in_backward_is_refused() -> None:
     loss = squared_loss(graphed.model, (batches(1)[0],)).sum()
     with raises("FC704", match="loss_reduction"), graphed.model.summed_loss():
         loss.backward()
-
-
-class Event:
-    """One of a device whose clock a test turns."""
-
-    clock = 0.0
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = None
-
-    def record(self) -> None:
-        self.at = Event.clock
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        return other.at - self.at
-
-
-@pytest.mark.parametrize(
-    ("call", "replay", "fill", "kept"),
-    [(10.0, 10.5, 1.0, True), (10.0, 12.0, 1.0, False), (10.0, 10.5, 0.5, False)],
-)
-def test_replays_are_kept_unless_calls_take_less_time(
-    call: float, replay: float, fill: float, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls by the fastest, replays by the median, and by which part of them is filled up."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    choice, device = Choice(), torch.device("cuda")
-    assert not choice.is_made
-
-    def timed(key: str, replayed: bool, milliseconds: float) -> None:
-        end = choice.begin(key, replayed, device)
-        Event.clock += milliseconds
-        end()
-
-    for milliseconds in (90.0, call, 30.0):
-        timed("a", False, milliseconds)
-    for _ in range(20):  # of a layout without a call beside it
-        timed("b", True, 1.0)
-    choice.begin("a", True, device)  # its backward never comes
-    choice.fill = fill
-    for number in range(TIMED):
-        assert choice.keeps_replays() and not choice.is_made
-        timed("a", True, replay if number else 99.0)
-    assert choice.keeps_replays() == kept == choice.keeps_replays()
-    assert choice.is_made
-    assert bool(choice.why_not) != kept
-    choice.begin("a", True, device)()  # is timed no more
 
 
 class Noisy(nn.Module):
@@ -335,36 +267,6 @@ def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch
     assert training.replays >= 6
 
 
-HEARD: list[bool] = []
-
-
-class Asking(Noisy):
-    """Looks at values where it hears that nothing is captured, as models of transformers do."""
-
-    def __init__(self, waits: bool) -> None:
-        super().__init__()
-        self.waits = waits
-
-    def forward(self, x: Tensor) -> Tensor:
-        HEARD.append(torch.cuda.is_current_stream_capturing())
-        if self.waits and not HEARD[-1]:
-            torch.rand(())  # stands for what no capture can do
-        y: Tensor = self.layer(x)
-        return y
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_model_hears_of_a_capture_only_where_it_has_to(
-    waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    HEARD.clear()
-    training = Training(True, Asking(waits))
-    for x in batches(5):
-        training.results(x)
-    assert training.replays == 2 and HEARD.count(True) == waits
-
-
 @pytest.mark.parametrize(("places", "given"), [((0, 1), 0), ((0,), None)])
 def test_a_model_on_several_devices_runs_as_it_is(places: tuple[int, ...], given: Any) -> None:
     def on(device: str) -> Any:
@@ -385,32 +287,6 @@ def test_a_model_on_several_devices_runs_as_it_is(places: tuple[int, ...], given
 
 
 GPUS = "cuda:0", "cuda:1"
-
-
-class Waits(Noisy):
-    """Waits for the device in the middle of the next forward, once it is told to."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        HEARD.append(torch.cuda.is_current_stream_capturing())
-        if HEARD[0] and not HEARD[-1]:
-            HEARD[0] = False
-            raise FlashClippingError("waits")
-        return y.tanh()
-
-
-def test_what_waits_in_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    HEARD[:] = [False]
-    training = Training(True, Waits())
-    plain = deepcopy(training.plain)
-    for number, x in enumerate(batches(6)):
-        HEARD[:] = [number == 3]
-        found = training.results(x)
-        assert number != 3 or HEARD[:3] == [False, False, True]
-    assert training.replays == 3
-    truth = per_sample_truth(plain, (x,), squared_loss)
-    assert_close(found[1], truth.norms, 1e-5, "norms")
 
 
 def test_a_row_of_nobody_takes_no_audit() -> None:

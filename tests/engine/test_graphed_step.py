@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +12,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleHooksFlashClipping, GradSampleModuleFlashClipping, GraphedStep
@@ -182,18 +180,6 @@ def gradients_of(training: GraphedTraining, x: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in training.plain.parameters()]
 
 
-def test_a_layer_in_the_place_of_another_is_not_taken_for_it() -> None:
-    """Not even where Python gives it the same id."""
-    for _ in range(10):
-        graphed, eager = warmed()
-        for training in (graphed, eager):
-            training.plain[2] = None
-            training.plain[2] = nn.Sigmoid()
-        x = batches(1)[0]
-        assert_same_tensors(graphed.results(x), eager.results(x))
-        assert graphed.step.replays == 1  # played by hand, a replay would run the new layer
-
-
 def test_a_first_parameter_that_backward_does_not_reach() -> None:
     """It gets noise all the same."""
     torch.manual_seed(0)
@@ -206,28 +192,6 @@ def test_a_first_parameter_that_backward_does_not_reach() -> None:
         step(x)
         assert not plain["unused"].weight.grad.any()
     assert step.replays == 3
-
-
-def test_settings_of_precision_old_and_new() -> None:
-    """PyTorch refuses to tell the older ones once the newer have been used."""
-    may_fork = hasattr(os, "fork") and not torch.cuda.is_available()
-    method = "fork" if may_fork else "spawn"
-    mp.start_processes(_settings_of_precision, nprocs=1, start_method=method)
-
-
-def _settings_of_precision(rank: int) -> None:
-    """In a process of its own: settings stay."""
-    training = GraphedTraining(PlayedByHand)
-    settings: list[Any] = [None]
-    cudnn: Any = torch.backends.cudnn
-    if hasattr(cudnn, "conv") and hasattr(cudnn.conv, "fp32_precision"):
-        settings += [(cudnn.conv, "ieee"), (torch.backends.cuda.matmul, "tf32")]
-    for i, setting in enumerate(settings):
-        if setting is not None:
-            setting[0].fp32_precision = setting[1]
-        for x in batches(5):
-            training.results(x)
-        assert training.step.replays == 2 * (i + 1), training.step.replays
 
 
 def test_gradients_are_added_to_those_that_are_there() -> None:

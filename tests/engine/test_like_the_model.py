@@ -68,19 +68,6 @@ def test_attributes_are_the_models(scaled: tuple[GradSampleModuleFlashClipping, 
             getattr(wrapped, name)
 
 
-def test_setting_what_only_the_model_has(
-    scaled: tuple[GradSampleModuleFlashClipping, Scaled],
-) -> None:
-    wrapped, model = scaled
-    x = torch.ones(2, 3)
-    before = wrapped(x)
-    wrapped.factor = 3.0
-    wrapped.strict, wrapped.of_nobody = True, 1
-    assert model.factor == 3.0
-    assert not hasattr(model, "strict") and not hasattr(model, "of_nobody")
-    assert torch.equal(wrapped(x), 3 * before)
-
-
 def test_copies_and_pickles_are_wrapped(
     scaled: tuple[GradSampleModuleFlashClipping, Scaled],
 ) -> None:
@@ -187,18 +174,6 @@ def test_state_dicts_of_either_form(scaled: tuple[GradSampleModuleFlashClipping,
     assert not model.linear.weight.any()
     with pytest.raises(RuntimeError, match="Unexpected key"):
         wrapped.load_state_dict({**wrapped.state_dict(), "more": torch.zeros(1)})
-
-
-def test_state_dict_of_a_model_with_a_module_of_the_wrappers_name() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self._module = nn.Linear(2, 2)
-
-    wrapped = GradSampleModuleFlashClipping(Named())
-    for states in (Named().state_dict(), GradSampleModuleFlashClipping(Named()).state_dict()):
-        wrapped.load_state_dict(states)
-        assert torch.equal([*wrapped.parameters()][0], [*states.values()][0])
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -114,17 +114,3 @@ def test_a_loop_that_fetches_the_next_batch_early(released: Released) -> None:
     assert len(released.sums) == len(clean) == 4
     for found, sums in zip(released.sums, clean, strict=True):
         assert all(map(torch.equal, found, sums))
-
-
-def test_a_failure_in_the_middle_of_a_logical_batch(released: Released) -> None:
-    private = Private(lr=0.0)
-    with parts(private) as batches:
-        for number, (x, _) in enumerate(batches):
-            try:
-                if number == 2:
-                    raise torch.OutOfMemoryError("test")
-                step(private, x)
-            except torch.OutOfMemoryError:
-                continue
-    assert len(released.releases) == 4
-    assert private.engine.accountant.history[-1][-1] == 4

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -216,19 +215,6 @@ def test_what_failed_is_in_no_later_step() -> None:
     training.optimizer.accumulate()
     for summed, grad in zip(training.optimizer._sums(), once, strict=True):
         assert torch.equal(summed, grad)
-
-
-def test_results_of_parts() -> None:
-    training = Training(Small(4))
-    x, y = data().tensors[0][:13].double(), data().tensors[1][:13]
-    with torch.no_grad():
-        losses = F.cross_entropy(training.plain.head(training.plain.body(x)), y, reduction="none")
-    micro_batches = MicroBatches(training.optimizer)
-    found = torch.tensor(micro_batches(training.backward, x, y), dtype=torch.float64)
-    assert micro_batches.max_physical_batch_size == 4
-    torch.testing.assert_close(
-        found, torch.stack([part.sum() for part in losses.split([4, 3, 3, 3])])
-    )
 
 
 @dataclass(frozen=True)

@@ -219,14 +219,6 @@ def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
     assert found[0] == found[1]
 
 
-def test_batches_are_drawn_in_the_main_process() -> None:
-    """Workers are told what to fetch: with workers that stay, every epoch is new."""
-    loader = PoissonLoader.from_data_loader(numbered(num_workers=2, persistent_workers=True))
-    epochs = [batches(loader) for _ in range(3)]
-    assert len({str(epoch) for epoch in epochs}) == 3
-    assert loader.batch_sampler.stream.state_dict()["draws"] == 30
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_of_a_loader_draw_other_batches(copied: Any) -> None:
     loader = PoissonLoader.from_data_loader(numbered())
@@ -292,23 +284,6 @@ def test_every_batch_is_announced(options: dict[str, Any]) -> None:
     assert numbers == [*range(2 * len(loader))]
 
 
-@pytest.mark.parametrize("wrap_model", [True, False])
-def test_physical_batches_are_announced(wrap_model: bool) -> None:
-    module, optimizer, criterion, loader = private(
-        DataLoader(data(), batch_size=BATCH), wrap_model=wrap_model
-    )
-    model = module if wrap_model else module._module
-    numbers = []
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
-    ) as batches:
-        for x, y in batches:
-            assert told(module) == [len(x)] and len(x) <= 2
-            numbers.append(module._session.rows.draws.waiting[-1].number)
-            step(model, optimizer, criterion, x, y)
-    assert sorted(set(numbers)) == [*range(len(loader))] and len(numbers) > len(loader)
-
-
 # -- not Poisson -----------------------------------------------------------------------------------
 
 
@@ -358,38 +333,6 @@ def test_one_warning_for_batches_of_another_loader() -> None:
 
     messages = caught(train)
     assert len(messages) == 1 and "did not give" in messages[0]
-
-
-class FetchesBatches(torch.utils.data.TensorDataset):
-    """Fetches a batch at once, as two tensors and not as a list of samples."""
-
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor[indices] for tensor in self.tensors)
-
-
-def test_several_rows_of_a_sample_are_refused_whoever_fetches_them() -> None:
-    """Each would be clipped by itself, and what was accounted for be too little."""
-
-    class Views(FetchesBatches):
-        def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
-            x, y = super().__getitems__(indices)
-            return torch.cat([x, -x]), torch.cat([y, y])
-
-    model = torch.nn.Linear(3, 1)
-    module, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        criterion=torch.nn.MSELoss(),
-        data_loader=torch.utils.data.DataLoader(
-            Views(torch.randn(60, 3), torch.randn(60, 1)), batch_size=20, collate_fn=tuple
-        ),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    for _ in range(2):  # epochs
-        for x, y in loader:
-            with raises("FC240"):
-                criterion(module(x), y).backward()
 
 
 # -- streams ---------------------------------------------------------------------------------------

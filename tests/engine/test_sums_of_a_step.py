@@ -145,21 +145,6 @@ def test_parameters_frozen_between_backward_and_step(released: Released) -> None
     assert len(released.sums[-1]) == 2
 
 
-def test_parameters_frozen_between_parts_of_a_step(released: Released) -> None:
-    private = Private()
-    private.optimizer.signal_skip_step(True)
-    private.step()
-    private.plain.head.requires_grad_(False)
-    private.optimizer.zero_grad()
-    private.backward(start=1)
-    with raises("FC505", match="4.*2"):
-        private.optimizer.step()
-    private.optimizer.discard_step()
-    private.plain.head.requires_grad_(True)
-    private.step()
-    assert released.ratio() <= SLACK and len(released.releases) == 1
-
-
 def test_parameters_unfrozen_between_backward_and_step() -> None:
     model = TwoLayers()
     model.head.requires_grad_(False)
@@ -501,22 +486,6 @@ def test_the_accountant_is_not_replaced_once_steps_are_counted() -> None:
     FlashPrivacyEngine().accountant = RDPAccountant()
 
 
-def test_an_optimizer_without_an_engine() -> None:
-    layer, accountant = nn.Linear(3, 2), RDPAccountant()
-    optimizer = FlashDPOptimizer(
-        torch.optim.SGD(layer.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=4,
-    )
-    assert optimizer.step_hook is None
-    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(0.1))
-    for p in layer.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert len(accountant.history) == 1
-
-
 def hooked(kind: str, param: nn.Parameter) -> Any:
     return getattr(param, kind)(lambda grad: grad.mul(0))
 
@@ -568,18 +537,6 @@ def test_the_mask_that_is_offered_for_a_hook_freezes_what_it_hides() -> None:
     run.steps(2)
     moved = (plain[1].weight.detach() != before).any(0)
     assert torch.equal(moved, mask.bool()) and counted(run) == 2
-
-
-def test_hooks_of_pytorch_run_around_the_step_that_moves_parameters() -> None:
-    run, calls = training(), []
-    hooked: Any = run.optimizer
-    hooked.register_step_pre_hook(lambda *_: calls.append("before"))
-    handle = hooked.register_step_post_hook(lambda *_: calls.append("after"))
-    run.steps(2)
-    handle.remove()
-    run.steps(1)
-    assert calls == ["before", "after", "before", "after", "before"]
-    assert counted(run) == 3
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

@@ -23,7 +23,6 @@ from flash_clipping import (
     PoissonSampling,
     Users,
 )
-from flash_clipping.engine.sampling.loaders import BatchCollate
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import SecretStream
@@ -273,23 +272,6 @@ def test_documents_that_are_packed() -> None:
     assert optimizer.expected_batch_size == 4
 
 
-def test_logical_batches_of_documents() -> None:
-    """Items are split between physical batches, and no unit is."""
-    loader = DataLoader(Texts(), batch_size=8, collate_fn=in_one_row)
-    module, optimizer, criterion, loader = private(
-        model=Reader(), loader=loader, unit=Documents("document")
-    )
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
-    ) as batches:
-        for batch in batches:
-            optimizer.zero_grad()
-            logits = module(**batch)
-            criterion(logits.flatten(0, 1), batch["ids"].flatten() % 4).backward()
-            assert len(module.get_norm_sample()) <= 3
-            optimizer.step()
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -361,26 +343,6 @@ def test_a_forward_of_other_rows() -> None:
         module(torch.randn_like(x))
 
 
-def test_private_again() -> None:
-    """Of a loader that is private already, with other units, and without."""
-    engine = FlashPrivacyEngine(accountant="rdp")
-    module, optimizer, criterion, loader = private(engine)
-    model, optimizer = module._module, optimizer.original_optimizer
-    module = module.to_standard_module()
-    again = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        unit=Users(torch.arange(ROWS) % 9),
-    )
-    for x, rows in again[3]:
-        assert len(step(*again[:3], x, rows)) == len({int(row) % 9 for row in rows})
-    assert isinstance(again[0], GradSampleModuleFlashClipping)
-
-
 def in_order_of_values(rows: list[Any]) -> Any:
     return default_collate(sorted(rows, key=lambda row: float(row[0].sum())))
 
@@ -403,20 +365,6 @@ def test_collate_functions_that_do_not_keep_order(what: str, collate: Any) -> No
     *_, loader = private(engine, loader=loader, **options)
     with raises("FC284", match=rf"collate_fn: {what} goes by the order"):
         list(loader)
-
-
-def test_order_is_looked_at_until_rows_differ() -> None:
-    calls = []
-
-    def collate(rows: list[Tensor]) -> dict[str, Any]:
-        calls.append(len(rows))
-        return {"x": torch.stack(rows), "names": ["a"] * len(rows), "all": torch.ones(3)}
-
-    ordered = BatchCollate(collate, [], None, "units")
-    for rows in ([0.0], [1.0, 1.0], [1.0, 2.0], [1.0, 2.0]):
-        batch = ordered([torch.tensor([value]) for value in rows])
-        assert batch["x"].flatten().tolist() == rows
-    assert calls == [1, 2, 2, 2, 2, 2]
 
 
 PAIRS, T, BETA = 3, 8, 0.7

@@ -51,14 +51,6 @@ def test_the_kernel_that_draws_noise_is_that_which_was_compiled_ahead(
     assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_nothing_is_done_ahead_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[bool] = []
-    for compiles in (False, True):
-        monkeypatch.setattr(backend, "compiles_kernels", lambda: compiles)  # noqa: B023
-        backend.compile_ahead(lambda: done.append(backend.only_compiles()))
-    assert done == [True] and not backend.only_compiles()
-
-
 @pytest.mark.parametrize("kind", [FlashDPOptimizer, DistributedFlashDPOptimizer])
 def test_noise_is_compiled_before_there_are_sums(
     monkeypatch: pytest.MonkeyPatch, kind: Any

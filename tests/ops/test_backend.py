@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,15 +23,6 @@ def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backend, "_warned", set())
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
     yield
-
-
-def test_auto_is_torch_on_the_cpu() -> None:
-    assert resolve("auto", torch.ones(1)) == "torch"
-
-
-def test_float64_is_always_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert resolve("triton", torch.ones(1, dtype=torch.float64)) == "torch"
 
 
 def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,16 +123,6 @@ def _product(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
-def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_resolved", functools.cache(backend._resolved))
-    for name in ("torch", "nonsense"):
-        monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, name)
-        assert resolve("auto", torch.ones(1)) == "torch"
-    monkeypatch.setattr(backend, "_resolved", functools.cache(backend._resolved.__wrapped__))
-    with raises("FC301", ValueError, match="nonsense"):
-        row_scale(torch.ones(3, 1), torch.ones(3))
-
-
 class Mode:
     """What Triton's mode of compilation by an executor is to its callers."""
 
@@ -194,34 +174,6 @@ def test_references_work_while_kernels_are_compiled(
     assert torch.equal(scaled, x * coef.unsqueeze(1)) and torch.equal(again, scaled)
     assert kernel.done == 2 and kernel.mode.get() is None and backend.compilation is None
     assert not caplog.records
-
-
-def test_an_operation_that_was_under_way_is_started(kernel: Compiles) -> None:
-    """One of another thread, which another model trains in, say: nothing else does its work."""
-    launches = pytest.importorskip("flash_clipping.ops.runtime.tiles")
-    started: list[tuple[int, ...]] = []
-
-    class Starts(Compiles):
-        arg_names = ("x_ptr", "BLOCK")
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **constants: started.append(grid)
-
-    with backend.compiled_side_by_side():
-        launches.launch(Starts(kernel.mode), 2, torch.zeros(3), BLOCK=1)
-    assert started == [(2,)]
-
-
-def test_one_line_says_that_kernels_are_compiled(
-    kernel: Compiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "QUIET", 0.01)
-    kernel.takes = 0.2
-    with backend.compiled_side_by_side():
-        row_scale(torch.randn(2, 3), torch.ones(2))
-    (record,) = caplog.records
-    assert "compiling 1 kernels" in record.getMessage()
-    assert kernel.done == 1, "what is launched next would wait for it"
 
 
 def test_a_kernel_that_nobody_can_ask_for_falls_back(kernel: Compiles) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, reference
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many
 from tests.ops.cases import (
     Case,
     every_case,
@@ -62,26 +62,6 @@ def test_layers_of_several_dtypes(case: Case) -> None:
     assert relative_error(both[1], oracle_of(A, wide[1][0], coef)) <= 1e-12
 
 
-@every_case
-def test_operands_of_two_dtypes_and_a_dropped_sample(case: Case) -> None:
-    A, G = case.randn(3, 9, 8).float(), case.randn(3, 9, 40, seed=1).bfloat16()
-    coef = torch.tensor([0.5, 0.0, 1.0], device=case.device)
-    A[1], G[1] = float("inf"), float("nan")
-    (total,) = clipped_sums(A, [G], coef, backend=case.backend)
-    keep = [0, 2]
-    assert relative_error(total, oracle_of(A[keep], G[keep], coef[keep])) <= 1e-5
-
-
-def test_operands_that_are_widened_a_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("torch", "cpu", torch.bfloat16)
-    A, G = case.randn(5, 9, 8), case.randn(5, 9, 6, seed=1)
-    monkeypatch.setattr(reference, "CONVERTED", 2 * 9 * (8 + 6))
-    monkeypatch.setattr(reference, "TOGETHER", 2 * 9)
-    coef = torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125])
-    (total,) = clipped_sums(A, [G], coef, backend="torch")
-    assert relative_error(total, oracle_of(A, G, coef)) <= 1e-5
-
-
 @every_case_interpreted_once
 def test_many_layers_at_once(case: Case) -> None:
     """Layers of several shapes and strides, a dropped sample that is not finite among them."""
@@ -102,18 +82,6 @@ def test_many_layers_at_once(case: Case) -> None:
         assert relative_error(total, oracle) <= case.tolerance
     again = clipped_sums_many(pairs, coef, backend=case.backend)
     assert all(torch.equal(x, y) for x, y in zip(sums, again, strict=True))
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize("T", [300, 1100])
-def test_sums_of_many_tiles(case: Case, T: int) -> None:
-    """Several tiles, samples that are added up in several parts, edges everywhere."""
-    if case.backend == "triton" and case.device == "cpu" and T > 300:
-        pytest.skip("slow in the interpreter")
-    A, G = case.randn(3, T, 150), case.randn(3, T, 200, seed=1)
-    coef = torch.tensor([0.5, 1e-3, 2.0], device=case.device)
-    (total,) = clipped_sums(A, [G], coef, backend=case.backend)
-    assert relative_error(total, oracle_of(A, G, coef)) <= case.tolerance
 
 
 @every_case
@@ -251,30 +219,6 @@ def test_rows_on_16_bytes_of_any_width(case: Case, tma: bool, widths: list) -> N
     for total, (A, G) in zip(sums, pairs, strict=True):
         oracle = oracle_of(A[[0, 2]], G[[0, 2]], coef[[0, 2]])
         assert relative_error(total, oracle) <= case.tolerance
-
-
-def test_compiler_is_told_of_widths_that_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hint that is false of one layer is none for the launch; one that is true stays."""
-    module = kernels()
-    told: list[tuple] = []
-
-    def note(kernel: Any, *args: Any, **constants: Any) -> None:
-        told.append(tuple(constants[name] for name in ("ALIGNED", "G_WHOLE", "A_WHOLE")))
-
-    monkeypatch.setattr(module, "launch", note)
-
-    def hints(*widths: tuple[int, int]) -> tuple:
-        pairs = [tuple(in_rows_on_16_bytes(torch.randn(2, 9, n)) for n in dp) for dp in widths]
-        module.clipped_sums_many(pairs, torch.ones(2))
-        return told.pop()
-
-    assert hints((24, 40), (8, 16)) == (True, True, True)
-    assert hints((24, 257)) == hints((24, 40), (24, 257)) == (True, False, True)
-    assert hints((257, 24)) == (True, True, False)
-    assert hints((3, 5)) == (True, False, False)
-    A, G = torch.randn(2, 9, 25)[..., 1:], torch.randn(2, 9, 40)
-    module.clipped_sums_many([(A, G)], torch.ones(2))
-    assert told.pop() == (False, False, False)
 
 
 def test_hoppers_kernel_runs_16_bit_operands_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from flash_clipping.ops.convolution import (
     convolution_sqnorms,
     convolution_sum,
     geometry,
-    laid_out,
 )
 from flash_clipping.ops.convolution.reference import cut
 from tests.ops.cases import (
@@ -138,39 +137,6 @@ def test_operands_that_lie_anyhow(case: Case) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("name", ["same", "1d", "3d", "1 x 1"])
-def test_laid_out_anew_they_are_the_same_numbers(case: Case, name: str) -> None:
-    """Channels side by side, where 16-bit numbers would be fetched one by one; or untouched."""
-    x, G, of = operands(name, case)
-    x_laid, G_laid = laid_out(x, G, of, backend="triton")
-    assert torch.equal(x_laid, x) and torch.equal(G_laid, G)
-    moved = case.dtype.itemsize == 2 and x.shape[1] >= 16
-    assert (x_laid.stride(1) == 1, x_laid is x) == (moved, not moved)
-
-
-@kernels
-def test_programs_of_several_samples_and_of_one(case: Case) -> None:
-    """Norms bitwise: how samples are shared out changes only the order in which they are added.
-    In fp32 accumulators of tensor cores are added up on the way, as where positions are many."""
-    from flash_clipping.ops.convolution.triton import Config, launch_convolution
-
-    x, G, of = operands("groups", case, B=6)
-    x, G = x[:5], G[:5]  # behind them lies what a program that goes too far would add
-    expected = of_convolution(x, G, of)
-    coef = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.25, 7.0], device=case.device)[:5]
-    wanted = torch.einsum("b...,b->...", expected, coef.cpu().double())
-    norms = []
-    for programs in (1, 4):
-        promote = int(case.dtype == torch.float32)
-        config = Config(32, 32, 16, promote=promote, programs=programs)
-        norms.append(launch_convolution("norm", x, G, of, config=config)[0])
-        _, sums = launch_convolution("sum", x, G, of, coef, config)
-        assert sums is not None
-        assert relative_error(of.in_order_of_weight(sums).sum(0), wanted) <= case.tolerance
-    assert torch.equal(*norms)
-
-
-@kernels
 @pytest.mark.parametrize("name", ["small", "3d"])
 def test_offsets_of_64_bits_are_the_same_places(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch
@@ -189,20 +155,6 @@ def test_samples_that_need_64_bits_are_known() -> None:
     x, y = (torch.empty(2, C, 1 << 15, 1 << 14, device="meta") for C in (4, 5))
     for seen, is_wide in ((x[:, :3], False), (x, False), (y, True)):
         assert geometry.in_three(of, seen.shape, seen.stride()).is_wide is is_wide
-
-
-def test_outputs_that_need_64_bits_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several output channels for each input channel: the output gradient is the longer one."""
-    module = pytest.importorskip("flash_clipping.ops.convolution.triton")
-    told: list[bool] = []
-    monkeypatch.setattr(module, "launch", lambda *_, **constants: told.append(constants["WIDE"]))
-    x = torch.empty(1, 2, 1 << 15, 1 << 14, device="meta")
-    for O in (4, 6):  # noqa: E741
-        G = torch.empty(1, O, 1 << 15, 1 << 14, device="meta")
-        for groups in (1, 2):  # ordinary, depthwise
-            of = Geometry((1, 1), (1, 1), (0, 0), (1, 1), groups)
-            module.convolution_grads(x, G, of)
-    assert told == [False, False, True, True]
 
 
 @kernels
@@ -236,10 +188,3 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         convolution_grads(x[0], torch.randn(2, 4, 5, 5), of)
     with raises("FC303", ValueError, match="one coefficient"):
         convolution_sum(x, torch.randn(2, 4, 5, 5), torch.ones(3), of)
-
-
-def test_operands_of_two_dtypes_meet_in_the_wider() -> None:
-    x, G, of = operands("same", Case("torch", "cpu", torch.float32))
-    grads, _ = convolution_grads(x.bfloat16(), G, of)
-    assert grads.dtype == torch.float32
-    assert relative_error(grads, of_convolution(x.bfloat16(), G, of)) <= 1e-5

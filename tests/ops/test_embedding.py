@@ -139,51 +139,6 @@ def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
-def test_which_tables_are_taken_as_linear_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_triton_available():
-        pytest.skip("no kernels here")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    taken = []
-    outer = kernels().outer_triton.outer_sqnorms
-
-    def watched(onehot: torch.Tensor, G: torch.Tensor, store: bool) -> object:
-        taken.append(onehot)
-        return outer(onehot, G, store)
-
-    monkeypatch.setattr(kernels().outer_triton, "outer_sqnorms", watched)
-    ids = torch.ones(2, 192, dtype=torch.long, device=device)
-    G = torch.randn(2, 192, 48).to(device)
-    ids[0, ::3] = 2
-    for num_embeddings, padding_idx, width in (
-        (None, None, 48),
-        (4, None, 48),  # too many rows for so few positions
-        (3, 1, 48),
-        (3, None, 47),  # and for so few features
-    ):
-        embedding_sqnorms(
-            ids,
-            G[..., :width],
-            num_embeddings=num_embeddings,
-            padding_idx=padding_idx,
-            backend="triton",
-        )
-    assert not taken
-    embedding_sqnorms(ids, G, num_embeddings=3, backend="triton")
-    (onehot,) = taken
-    assert onehot.shape == (2, 192, 8) and onehot.dtype == G.dtype
-    assert torch.equal(onehot.argmax(-1), ids) and (onehot.sum(-1) == 1).all()
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize("positions", [20, 150])
-def test_norms_in_parts_add_up_to_the_whole(case: Case, positions: int) -> None:
-    ids, G = random_ids(case.device, 3, positions), case.randn(3, positions, 40)
-    parts = embedding_sqnorms(ids, G, in_parts=True, backend=case.backend)
-    assert parts.dim() == 2 and len(parts) == 3 and (parts >= 0).all()
-    whole = embedding_sqnorms(ids, G, backend=case.backend)
-    assert torch.equal(parts.sum(1), whole)
-
-
 @every_case_interpreted_once
 @pytest.mark.parametrize("positions", [20, 150])
 def test_rows_that_are_not_finite_stay_with_their_sample_and_run(

@@ -128,34 +128,6 @@ def test_what_tensor_cores_lose_is_in_doubt() -> None:
     assert unbounded > 5  # of these, the bound for random roundings would not have been enough
 
 
-def test_a_poisoned_wide_sample_stays_alone() -> None:
-    A, G = torch.randn(5, 70, 24), torch.randn(5, 70, 300)
-    (clean,), _ = gram_sqnorms(A, [G], backend="torch")
-    G[3, 40, 7] = float("nan")
-    (sq,), _ = gram_sqnorms(A, [G], backend="torch")
-    assert sq[3].isnan() and torch.equal(sq[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize("tma", [True, False])
-def test_many_groups_in_one_launch(case: Case, tma: bool) -> None:
-    """Operands that lie anywhere in memory, read through descriptors and by address."""
-    if case.backend != "triton":
-        pytest.skip("a way for kernels to load")
-    kernels = gram_triton()
-    groups = []
-    for seed in range(3):
-        A = case.randn(2, 140, 64, seed=seed)
-        groups.append((A, [case.randn(2, 140, 96, seed=10 * seed + k) for k in range(seed + 1)]))
-    (work,) = kernels.launches_of(groups)
-    both = kernels.launch_gram(work, kernels.config_for(case.dtype, tma))
-    for (index, layer), sq_B, doubt_B, _ in zip(work.order, *both, strict=True):
-        A, G = groups[index][0], groups[index][1][layer]
-        oracle = per_sample_gradients(A, G).square().sum((1, 2))
-        assert worst_relative_error(sq_B, oracle) <= case.tolerance
-        assert worst_relative_error(doubt_B, doubt_of(case.backend, A, G)) <= 2 * case.tolerance
-
-
 @every_case_interpreted_once
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize("sliced", [False, True])
@@ -189,32 +161,6 @@ def test_rows_on_16_bytes_of_any_width(
         if not sliced:  # of slices the doubts add up to less
             oracle = torch.stack([doubt_of(case.backend, A, G, widest[i]) for G in Gs])
             assert worst_relative_error(doubt_LB, oracle) <= 2 * case.tolerance
-
-
-def test_compiler_is_told_of_widths_that_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are descriptors, of none, and layers of all widths share a launch."""
-    kernels = gram_triton()
-    told: list[tuple] = []
-
-    def note(kernel: Any, *args: Any, **constants: Any) -> None:
-        told.append((constants["ALIGNED"], constants["WHOLE"], constants["TMA"]))
-
-    monkeypatch.setattr(kernels, "launch", note)
-
-    def hints(*widths: tuple[int, int]) -> list[tuple]:
-        told.clear()
-        groups = [[in_rows_on_16_bytes(torch.randn(2, 9, n)) for n in dp] for dp in widths]
-        kernels.gram_blocks([(A, [G]) for A, G in groups])
-        return sorted(told)
-
-    monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: True)
-    assert hints((24, 40), (24, 257), (257, 24)) == [(True, False, True)]
-    monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: False)
-    assert hints((24, 40), (40, 24)) == [(True, True, False)]
-    assert hints((24, 257)) == hints((257, 24)) == [(True, False, False)]
-    assert hints((24, 40), (24, 257)) == [(True, False, False), (True, True, False)]
-    kernels.gram_blocks([(torch.randn(2, 9, 25)[..., 1:], [torch.randn(2, 9, 40)])])
-    assert told.pop() == (False, False, False)
 
 
 def launches() -> Any:
@@ -311,18 +257,6 @@ def test_hoppers_kernel_runs_16_bit_operands_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launches(), "VERSION", (3, 6))
     monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: False)
     assert kernel_for(A, G) == "portable"
-
-
-def test_gluon_is_left_to_known_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = launches()
-    last = kernels.LAST_WITH_GLUON
-    monkeypatch.setattr(kernels, "has_gluon_modules", lambda: True)
-    for version, known in (((3, 6), True), (last, True), ((3, 10), False)):
-        monkeypatch.setattr(launches(), "VERSION", version)
-        assert kernels.has_gluon() is known
-    monkeypatch.setattr(kernels, "VERSION", last)
-    monkeypatch.setattr(kernels, "has_gluon_modules", lambda: False)
-    assert not kernels.has_gluon()
 
 
 def test_no_temporary_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

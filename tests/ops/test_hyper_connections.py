@@ -117,29 +117,6 @@ def test_every_section_is_that_of_autograd(case: Case, shape: tuple[int, ...]) -
 
 
 @every_case
-def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    tolerance = 1e-3
-    if case.dtype == torch.float16 and case.backend == "triton" and case.device == "cpu":
-        # The way of bf16, whose products the interpreter cannot do: two halves are nearly fp32.
-        tolerance = 2e-5
-        kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
-        monkeypatch.setattr(kernels, "_splits", lambda dtype: True)
-    elif case.backend == "triton":
-        # As if few multiprocessors had to do it: blocks of positions as large as models have them.
-        kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
-        monkeypatch.setattr(kernels.tiles, "sm_count", lambda device: 1)
-    shape = (2, 64, 4, 128) if case.device == "cuda" or case.backend == "torch" else (2, 8, 4, 128)
-    x, params, grads = case.randn(*shape), params_on(case, 4, 128), upstream(case, shape)
-    expected, found = truth(x, params, grads), differentiate(case, x, params, grads)
-    assert found.x_BSnD is not None
-    assert relative_error(found.x_BSnD, expected.x) <= 1e-2
-    for name, per_sample in by_name(found).items():
-        wanted = sections(name, expected.params[name], 4)
-        for part, grad in sections(name, per_sample, 4).items():
-            assert relative_error(grad, wanted[part]) <= tolerance, part
-
-
-@every_case
 def test_logits_of_forty_keep_the_iterations_gradients(case: Case, sharpness: float = 40.0) -> None:
     """Matrices that 20 iterations leave far from doubly stochastic: what is differentiated are the
     iterations, not where they lead. Logits themselves are rounded to 1e-7 of 100."""
@@ -164,32 +141,6 @@ def test_positions_in_several_chunks_match_the_oracle(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "GRAD_ROWS", 32)
     case = Case("triton", "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     compare(case, case.randn(2, 45, 2, 24), params_on(case, 2, 24))
-
-
-@every_case_wide_on_cpu
-def test_gradients_that_are_not_asked_for_are_none(case: Case) -> None:
-    shape = (2, 3, 2, 24)
-    x, params, grads = case.randn(*shape), params_on(case, 2, 24), upstream(case, shape)
-    result = hyper_connections(x, *params, SETTINGS, backend=case.backend)
-    found = [
-        hyper_connections_backward(
-            *(x, *params, result.inv_BS, result.mix_BSm, *grads, SETTINGS),
-            input_grad=input_grad,
-            matrix_grad=matrix_grad,
-            backend=case.backend,
-        )
-        for input_grad, matrix_grad in ((True, True), (True, False), (False, True), (False, False))
-    ]
-    everything, input_alone, matrix_alone, neither = found
-    absent = {"x_BSnD", "phi_BmK", "gamma_BnD"}
-    for some, left_out in (
-        (input_alone, absent - {"x_BSnD"}),
-        (matrix_alone, {"x_BSnD"}),
-        (neither, absent),
-    ):
-        for name, one, expected in zip(some._fields, some, everything, strict=True):
-            assert (one is None) == (name in left_out), name
-            assert one is None or torch.equal(one, expected), name
 
 
 @every_case_wide_on_cpu
@@ -249,16 +200,6 @@ def test_runs_are_equal_and_write_all_they_return(
         assert one is not None and other is not None and torch.equal(one, other)
 
 
-@every_case
-def test_mixing_matrices_are_doubly_stochastic(case: Case) -> None:
-    x, params = case.randn(2, 9, 4, 40), params_on(case, 4, 40)
-    comb = hyper_connections(x, *params, backend=case.backend).comb_BSnn
-    assert bool((comb > 0).all())
-    for axis, error in ((-2, 1e-5), (-1, 1e-3)):  # columns were normalised last
-        sums = comb.sum(axis)
-        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=error)
-
-
 def mix_inputs(case: Case, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     B, S, n, D = shape
     dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
@@ -297,17 +238,6 @@ def test_mixed_streams_are_those_of_autograd(
         assert one.dtype == tensor.dtype, name
         tolerance = case.rounding if name in "xy" else case.tolerance
         assert relative_error(one, oracle.grad) <= tolerance, name
-
-
-@every_case
-def test_no_samples_or_positions_give_zeros(case: Case) -> None:
-    for shape in ((0, 3, 4, 8), (2, 0, 4, 8)):
-        x, params, grads = case.randn(*shape), params_on(case, 4, 8), upstream(case, shape)
-        found = by_name(differentiate(case, x, params, grads))
-        for name, per_sample in found.items():
-            assert per_sample.shape == (shape[0], *getattr(params, name).shape)
-            assert not per_sample.any()
-        assert stream_mix(*mix_inputs(case, shape)[:4], backend=case.backend).shape == shape
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,47 +113,6 @@ def test_launches_of_another_kernel_are_kept_apart(changed: dict[str, Any]) -> N
         launch(kernel)
         launch(kernel, **changed)
     assert kernel.looked_for == 2
-
-
-def test_constants_go_by_their_names() -> None:
-    kernel = Kernel()
-    for given in (dict(EACH=2, WIDE=4), dict(WIDE=2, EACH=4), dict(EACH=4, WIDE=2)):
-        launching.launch(kernel, 1, torch.zeros(8), None, 8, num_warps=4, **given)
-        assert kernel.launches[-1][-2:] == (given["EACH"], given["WIDE"])
-
-
-def test_kernels_are_not_taken_for_each_other() -> None:
-    one, other = Kernel(), Kernel()
-    launch(one)
-    launch(other)
-    assert one.looked_for == other.looked_for == 1
-
-
-def test_a_kernel_that_was_found_keeps_its_name() -> None:
-    """Kernels go by their ids, which another could have once they are gone."""
-    kernel = Kernel()
-    launch(kernel)
-    held = weakref.ref(kernel)
-    del kernel
-    assert held() is not None
-
-
-def test_nothing_is_remembered_without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted, old = Kernel(interpreted=True), Kernel()
-    for _ in range(2):
-        launch(interpreted)
-    monkeypatch.setattr(launching, "_remembers", False)
-    for _ in range(2):
-        launch(old)
-    assert interpreted.looked_for == old.looked_for == 2 and not launching._found
-
-
-def test_launches_remember_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_MOST", 3)
-    kernel = Kernel()
-    for n in range(10):
-        launch(kernel, n=n)
-        assert len(launching._found) <= 3
 
 
 def test_a_kernel_that_wants_a_workspace_leaves_the_allocator_alone() -> None:

@@ -37,15 +37,6 @@ def test_no_groups_have_no_norms() -> None:
     assert linear_sqnorms([]) == []
 
 
-def test_cost_model_takes_the_obvious() -> None:
-    common = {"B": 8, "itemsize": 2, "may_store": True}
-    assert cost.choose_on("cuda", T=1, d=64, p=64, **common) == "rank_one"
-    assert cost.choose_on("cuda", T=128, d=4096, p=4096, **common) == "gram"
-    assert cost.choose_on("cuda", T=16384, d=256, p=256, **common) == "outer_store"
-    common["may_store"] = False
-    assert cost.choose_on("cuda", T=16384, d=256, p=256, **common) == "outer"
-
-
 def test_stored_gradients_never_outgrow_the_operands() -> None:
     for T in (64, 256, 1024):
         for d in (256, 1024, 4096):

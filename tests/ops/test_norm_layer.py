@@ -8,31 +8,6 @@ from tests.ops.cases import Case, every_case, every_case_interpreted_once, relat
 from tests.support.errors import raises
 
 
-@every_case_interpreted_once
-@pytest.mark.parametrize(
-    "wanted", [(True, False, False), (False, True, False), (False, False, True)]
-)
-@pytest.mark.parametrize("shape", [(2, 5, 16), (2, 70, 130)], ids=str)
-def test_gradients_that_are_not_asked_for_are_none(
-    case: Case, wanted: tuple[bool, bool, bool], shape: tuple[int, ...]
-) -> None:
-    x, G, rstd = case.randn(*shape), case.randn(*shape), torch.ones(shape[:2], device=case.device)
-    if case.dtype == torch.float64:
-        rstd = rstd.double()
-    mean, weight = (None, None) if shape[1] < 10 else (rstd, case.randn(shape[2], seed=2))
-    names = ("input_grad", "weight_grad", "bias_grad")
-    everything = norm_backward(
-        x, G, mean, rstd, weight, **dict.fromkeys(names, True), backend=case.backend
-    )
-    some = norm_backward(
-        x, G, mean, rstd, weight, **dict(zip(names, wanted, strict=True)), backend=case.backend
-    )
-    for one, reference, want in zip(some, everything, wanted, strict=True):
-        assert (one is not None) == want
-        if one is not None:
-            assert relative_error(one, reference) <= case.tolerance
-
-
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     x, rstd = torch.randn(2, 3, 8), torch.ones(2, 3)
     wanted = {"input_grad": True, "weight_grad": True, "bias_grad": True}

@@ -74,23 +74,6 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
     assert worst_relative_error(sq, grads.double().square().sum((1, 2))) <= 1e-5
 
 
-def test_the_ring_serves_what_its_tiles_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("flash_clipping.ops.outer.triton")
-    monkeypatch.setattr(kernels.tiles, "is_hopper", lambda device: True)
-    monkeypatch.setattr(kernels, "has_gluon", lambda: True)
-
-    def fits(d: int, p: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        empty = torch.empty(2, 4, d, dtype=dtype), torch.empty(2, 4, p, dtype=dtype)
-        return kernels.fills_ring(*empty)
-
-    assert fits(256, 128) and fits(2048, 5632) and fits(1000, 72)
-    assert not fits(2048, 2048, torch.float32)
-    assert not fits(128, 2048)  # half of every tile would be empty
-    assert not fits(2048, 64)
-    assert not fits(250, 128)  # rows of gradients would not lie on 16 bytes
-    assert not fits(256, 130)  # nor those of G
-
-
 @every_case_interpreted_once
 @pytest.mark.parametrize("widths", [(24, 257), (133, 128), (3, 5)], ids=str)
 @pytest.mark.parametrize("store", [False, True])
@@ -112,13 +95,6 @@ def test_gradients_that_are_not_kept_are_formed_in_pieces(monkeypatch: pytest.Mo
     assert max(sizes) <= 64
     oracle = per_sample_gradients(A, G).square().sum((1, 2))
     assert worst_relative_error(sq, oracle) <= 1e-5
-
-
-def test_operands_of_two_dtypes_meet_in_the_wider() -> None:
-    A, G = torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 3, 5)
-    sq, grads = outer_sqnorms(A, G, store=True)
-    assert grads is not None and grads.dtype == torch.float32
-    assert worst_relative_error(sq, per_sample_gradients(A, G).square().sum((1, 2))) <= 1e-5
 
 
 @every_case

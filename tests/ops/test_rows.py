@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_clipping.ops.rows import finite_rows, row_scale, row_sums
 from flash_clipping.ops.runtime.shapes import Normalized
-from tests.ops.cases import Case, every_case, in_rows_on_16_bytes, relative_error
+from tests.ops.cases import Case, every_case, relative_error
 from tests.support.errors import raises
 
 
@@ -66,32 +66,6 @@ def test_products_with_what_is_normalized(case: Case, widths: list[int], which: 
         assert ("table" in memo) == (case.backend == "triton")
 
 
-@every_case
-def test_statistics_that_lie_otherwise_are_copied_and_not_remembered(case: Case) -> None:
-    shape = (3, 17, 24)
-    rows = case.randn(*shape, seed=5)
-    plain = normalized_case(case, shape, 0)
-    apart = plain._replace(mean=plain.mean.mT.contiguous().mT)
-    wide = plain._replace(rstd=plain.rstd.double())
-    for x_hat in (plain, apart, wide):
-        memo: dict = {}
-        for _ in range(2):
-            found = row_sums([rows], [x_hat], backend=case.backend, memo=memo)
-            assert_sums(found, [oracle_of(rows, x_hat)])
-
-
-@every_case
-def test_strided_and_shifted_tensors(case: Case) -> None:
-    memo: dict = {}
-    for seed in (0, 10):
-        wide = case.randn(3, 20, 40, seed=seed)
-        rows = [wide[:, :, 3:24], wide.transpose(0, 1)[:3, :3, :21].transpose(0, 1)[:, :3]]
-        rows = [rows[0][:, :3], rows[1], case.randn(3, 21, 3, seed=seed + 1).mT]
-        rows.append(in_rows_on_16_bytes(case.randn(3, 3, 257, seed=seed + 2)))
-        found = row_sums(rows, backend=case.backend, memo=memo)
-        assert_sums(found, [oracle_of(x, None) for x in rows])
-
-
 def test_one_coefficient_for_each_sample() -> None:
     with raises("FC303", ValueError, match=r"expected \(3,\)"):
         row_scale(torch.randn(3, 4), torch.ones(2))
@@ -119,26 +93,6 @@ def test_rows_that_are_not_finite(case: Case, shape: tuple[int, ...], in_place: 
         assert (found is x) is in_place
         if not in_place:
             assert torch.equal(x.isfinite(), given.isfinite())
-
-
-@every_case
-def test_finite_rows_are_returned_as_they_are(case: Case) -> None:
-    """The largest numbers too; and what was noted before stays."""
-    x = case.randn(6, 40)
-    x[2] = torch.finfo(case.dtype).max
-    lost_N = torch.tensor([0, 1, 0, 0, 0, 0], dtype=torch.uint8, device=case.device)
-    assert torch.equal(finite_rows(x, lost_N, backend=case.backend), x)
-    assert lost_N.tolist() == [0, 1, 0, 0, 0, 0]
-
-
-@every_case
-def test_rows_with_other_strides_are_cleared_in_a_copy(case: Case) -> None:
-    x = case.randn(8, 6).T
-    x[3, 2] = NAN
-    lost_N = torch.zeros(6, dtype=torch.uint8, device=case.device)
-    found = finite_rows(x, lost_N, backend=case.backend)
-    assert lost_N.tolist() == [0, 0, 0, 1, 0, 0] and torch.isnan(x[3, 2])
-    assert not found[3].any() and torch.equal(found[:3], x[:3])
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])

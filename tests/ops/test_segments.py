@@ -14,7 +14,6 @@ from flash_clipping.ops.segments import (
     Segments,
     grouped_linear,
     grouped_sums,
-    reference,
     segment_grads,
     segment_sqnorms,
     segment_sums,
@@ -165,20 +164,6 @@ def check_rows_and_products(shape: tuple, how: str, case: Case) -> None:
     assert torch.equal(segments.sample_N.cpu()[inside_N], samples_N[inside_N])
 
 
-def test_norms_of_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, or as many as there is room for; of 1 to 40 rows, by Gram matrices and by
-    products."""
-    lengths = torch.arange(1, 41)
-    segments = Segments(torch.repeat_interleave(lengths - 1, lengths), len(lengths))
-    A, G = torch.randn(len(segments), 9), torch.randn(len(segments), 7)
-    grads = oracle(segments.sample_N, torch.zeros(len(segments)).long(), A, G, len(lengths), 1)
-    expected = grads[0].flatten(1).square().sum(1)
-    for room in (1, 500, reference.ELEMENTS):
-        monkeypatch.setattr(reference, "ELEMENTS", room)
-        sq_S, _ = segment_sqnorms(Rows(A), Rows(G), segments, backend="torch")
-        assert relative_error(sq_S, expected) <= 1e-6
-
-
 @every_case_interpreted_once
 @pytest.mark.parametrize("sizes", [(40, 33), (130, 200)], ids=str)
 def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
@@ -260,15 +245,6 @@ def test_rows_that_cancel_are_bounded() -> None:
         spread_B = torch.stack([lengths[:2].sum(), lengths[2]])
         error_B = norms_B.double().square() - grads.square().sum((1, 2))
         assert (error_B.abs() <= 1e-13 * spread_B.square() + 1e-6 * norms_B.square()).all()
-
-
-def test_rows_of_two_uses() -> None:
-    first = Segments(torch.tensor([1, 0, -1]), 2, torch.tensor([0, 1, 1]), 2)
-    second = Segments(torch.tensor([0, 0]), 2, torch.tensor([1, 5]), 2)
-    both = Segments.end_to_end([first, second])
-    assert both.starts.tolist() == [0, 0, 1, 3, 3]
-    rows = torch.cat([first.order_N, 10 + second.order_N])[both.order_N]
-    assert rows[:3].tolist() == [0, 1, 10]
 
 
 @every_case

@@ -60,25 +60,6 @@ def test_rows_that_descriptors_address_are_not_copied(x: Tensor) -> None:
     assert on_16_bytes(x) is x
 
 
-def test_rows_are_not_copied_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_16_bytes(HALF) is not HALF
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "WORTH_A_COPY", HALF.numel() + 1)
-        assert on_16_bytes(HALF) is HALF
-    with monkeypatch.context() as patch:
-        patch.setattr(tiles, "has_tma", lambda device: False)
-        assert on_16_bytes(HALF) is HALF
-    for name in ("torch", "auto"):
-        with monkeypatch.context() as patch:
-            patch.setenv(backend.ENVIRONMENT_VARIABLE, name)
-            assert on_16_bytes(HALF) is HALF
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "_import_error", lambda: "ImportError: No module named 'triton'")
-        assert on_16_bytes(HALF) is HALF
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert on_16_bytes(HALF) is HALF
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_vocabulary_rows_are_copied(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,26 +95,6 @@ def check_by_autograd(
     for _ in range(steps):
         model.zero_grad(set_to_none=True)
         loss(flash if wrapper == "wrapped" else model, batch).backward()
-        check_truth(flash, model, truth, bound, tolerance)
-
-
-def check_steps(
-    model: nn.Module,
-    batches: Sequence[tuple[Tensor, ...]],
-    loss: Loss,
-    *,
-    mode: str = "one_pass",
-    tolerance: float = TOLERANCE,
-    **options: Any,
-) -> None:
-    """The same for steps with other batches, of other sizes; the first alone is rehearsed."""
-    plain = copy.deepcopy(model)
-    truths = [truth_by_autograd(plain, batch, loss) for batch in batches]
-    bound = truths[0].norms.median().item()
-    flash = WRAPPERS["wrapped"](model, max_grad_norm=bound, mode=mode, **options)
-    for batch, truth in zip(batches, truths, strict=True):
-        model.zero_grad(set_to_none=True)
-        loss(flash, batch).backward()
         check_truth(flash, model, truth, bound, tolerance)
 
 
