@@ -25,7 +25,7 @@ from flash_clipping.noise.mechanisms import (
     IndependentNoise,
     NoiseMechanism,
 )
-from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness import SecretStream
 from tests.noise.training import BATCHES, SIZE, in_parts, private, step
 from tests.support.errors import raises
 
@@ -74,32 +74,6 @@ def test_noise_is_taken_back_exactly(noise: NoiseMechanism) -> None:
     added = np.stack([source(sums)[0].numpy() for _ in range(9)])
     z = np.stack([plain(sums)[0].numpy() for _ in range(9)])
     assert np.allclose(np.linalg.inv(inverse(noise, 9)) @ added, z, atol=1e-12)
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_banded_inverse_keeps_no_noise(count: int) -> None:
-    source = Rows(BandedInverseNoise(count))
-    for _ in range(6):
-        source([torch.zeros(10)])
-    assert source.noise._rows == [] and len(source.noise._draws) == count - 1
-    assert not any(isinstance(value, Tensor) for value in vars(source.noise).values())
-    numbers = [draw.number for draw in source.noise._draws]
-    assert numbers == [*range(5, 6 - count, -1)] and source.noise._draws[0].purpose is Purpose.NOISE
-
-
-def test_buffered_noise_keeps_its_buffers() -> None:
-    source = Rows(BufferedNoise((0.2, 0.2, 0.1), (0.5, 0.9, 0.99)))
-    rows = [source([torch.zeros(10)])[0].clone() for _ in range(5)]
-    assert [len(buffer) for buffer in source.noise._rows] == [1, 1, 1]
-    expected = sum(0.9 ** (4 - t) * row for t, row in enumerate(rows))
-    assert torch.allclose(source.noise._rows[1][0], expected, atol=1e-6)
-
-
-def test_banded_noise_keeps_what_it_needs() -> None:
-    source = Rows(BandedNoise(3))
-    for _ in range(5):
-        source([torch.zeros(10)])
-    assert len(source.noise._rows) == 2
 
 
 # -- with an engine --------------------------------------------------------------------------------
@@ -192,33 +166,6 @@ def test_changes_between_steps_are_refused(change: str, code: str) -> None:
         step(module, optimizer, next(batches)[0])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
-    """However many were begun, and whatever their workers had drawn ahead: a batch that is not this
-    step's is refused, and what is stepped on is the batch of that number."""
-    engine, module, optimizer, loader = private(FixedOrder(BandedNoise(2)), workers=workers)
-    numbers = {}
-    for number, (x, rows) in enumerate(loader):
-        numbers[frozenset(rows.tolist())] = number
-        step(module, optimizer, x)
-    old, new = iter(loader), iter(loader)
-    stepped, refused = [], []
-    for batches in (old, old, new, new, new, old, new, iter(loader), old):
-        x, rows = next(batches)
-        number, taken = module._session.rows.draws.waiting[-1].number, BATCHES + len(stepped)
-        assert numbers[frozenset(rows.tolist())] == number % BATCHES
-        if number == taken:
-            step(module, optimizer, x)
-            stepped.append(number)
-        else:
-            refused.append(number)
-            with raises("FC512", match=f"step {taken} .* with batch {number}"):
-                step(module, optimizer, x)
-        assert len(engine.accountant) == BATCHES + len(stepped)
-    assert stepped == [*range(BATCHES, BATCHES + len(stepped))] and len(stepped) >= 3
-    assert refused or not workers
-
-
 def test_copies_are_refused() -> None:
     _, module, optimizer, loader = private(FixedOrder(BandedNoise(2)))
     with raises("FC537"):
@@ -246,15 +193,6 @@ def test_parts_of_a_batch_are_one_step() -> None:
     assert optimizer.stream.state_dict()["draws"] == 6
 
 
-def test_a_part_is_not_stepped_on_twice() -> None:
-    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
-    for x, _ in in_parts(loader, optimizer, 4):
-        module(x).square().sum().backward()
-        with raises("FC510", ValueError):
-            module(x).square().sum().backward()
-        break
-
-
 def test_workers_of_parts_are_refused() -> None:
     """Nobody would say in this process which step a part belongs to."""
     _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)), workers=1)
@@ -279,8 +217,3 @@ def test_processes_have_parts_of_the_batch_of_one(mechanism: Any) -> None:
     for whole, *own in zip(alone, *parts, strict=True):
         assert sorted(sum(own, [])) == sorted(whole) and whole
         assert max(map(len, own)) - min(map(len, own)) <= 1
-
-
-def test_more_diagonals_than_batches() -> None:
-    with raises("FC316", ValueError, match=r"BandedNoise\(6\) with 5 batches"):
-        private(CyclicPoisson(BandedNoise(6)))

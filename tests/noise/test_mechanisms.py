@@ -84,11 +84,6 @@ def test_a_share_of_the_last_step_is_the_inverse_of_its_matrix() -> None:
     assert np.allclose(matrix(BandedInverseNoise(2, (0.4,)), 7) @ inverse, np.eye(7), atol=1e-12)
 
 
-@pytest.mark.parametrize("noise", [BandedNoise, BandedInverseNoise])
-def test_counts_of_numpy_are_numbers(noise: Callable[[int], NoiseMechanism]) -> None:
-    assert repr(noise(np.int64(4))) == repr(noise(4))  # type: ignore[arg-type]
-
-
 def error_by_matrices(noise: NoiseMechanism, steps: int, separation: int | None = None) -> float:
     """Of prefix sums, in the mean over steps, at a sensitivity of 1."""
     spread = np.tril(np.ones((steps, steps))) @ np.linalg.inv(matrix(noise, steps))
@@ -140,52 +135,6 @@ def test_optimised_weights_are_better_and_nothing_near_them_is(count: int, steps
                 near = BandedNoise(count, weights=tuple(other))
                 assert error_by_matrices(near, steps) > least * (1 - 1e-7)
     assert found != closed and repr(found) != repr(closed)
-
-
-@pytest.mark.parametrize(("count", "steps", "separation"), [(2, 60, None), (3, 56, 14), (6, 90, 9)])
-def test_optimised_inverses_are_best(count: int, steps: int, separation: int | None) -> None:
-    """Better than the closed form, and than log-convex columns that lie near in one share."""
-    closed, found = (
-        BandedInverseNoise(count),
-        BandedInverseNoise.optimised(count, steps, separation),
-    )
-    least = error_by_matrices(found, steps, separation)
-    assert least < error_by_matrices(closed, steps, separation)
-    tried = 0
-    for j in range(count - 1):
-        for change in (0.9, 1.1):
-            shares = found.taken_back
-            shares[j] *= change
-            try:
-                near = BandedInverseNoise(count, tuple(shares))
-            except ValueError:
-                continue
-            column = near.column(count)
-            if (np.diff(column[1:] / column[:-1]) >= 0).all():
-                tried += 1
-                assert error_by_matrices(near, steps, separation) > least * (1 - 1e-6)
-    assert tried and repr(found) != repr(closed)
-
-
-@pytest.mark.parametrize(("steps", "separation"), [(300, None), (300, 60), (56, 14)])
-def test_optimised_buffers_beat_what_lies_near(steps: int, separation: int | None) -> None:
-    """Better than what lies near; with more buffers not worse; and with one participation three
-    are within 2 % of the square root of prefix sums, which needs all rows."""
-    found = BufferedNoise.optimised(2, steps, separation)
-    least = error_by_matrices(found, steps, separation)
-    for number in range(2):
-        for change in (0.97, 1.03):
-            weights, gaps = np.array(found.weights), 1 - np.array(found.decays)
-            weights[number] *= change
-            other_gaps = gaps.copy()
-            other_gaps[number] *= change
-            for w, gap in ((weights, gaps), (np.array(found.weights), other_gaps)):
-                near = BufferedNoise(tuple(w), tuple(1 - gap))
-                assert error_by_matrices(near, steps, separation) > least * (1 - 1e-6)
-    more = error_by_matrices(BufferedNoise.optimised(3, steps, separation), steps, separation)
-    assert more < least * (1 + 1e-4)
-    if separation is None:
-        assert more < 1.02 * error_by_matrices(BandedNoise(steps), steps)
 
 
 NAN, INF = float("nan"), float("inf")
