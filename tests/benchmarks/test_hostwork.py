@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,27 +73,3 @@ def test_operations_of_a_step_do_not_grow_with_the_batch(name: str) -> None:
         of_few, of_many = (counts(private, B) for B in (2, SAMPLES))
     assert of_many - of_few <= many - few + 2  # every other step looks whether norms were finite
     assert of_many <= 2.5 * many
-
-
-#: Kernels that the first step of a model may have compiled, beside the optimizer's one.
-KERNELS = 15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [["wrn-16-4", "bert-base"], ["dpt", "unet", "resnet50-gn", "convnext-t"]],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_model_has_few_kernels(names: list[str], dtype: str, tmp_path: Path) -> None:
-    """Each is compiled for any number: ``test_launch.py`` asks kernels for that in every run."""
-    pytest.importorskip("triton")
-    file = tmp_path / "kernels.json"
-    command = ["hostwork", "--kernels", *names, "--dtype", dtype, "--json", str(file)]
-    environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-m", "benchmarks", *command], env=environment, check=True)
-    found = {row["model"]: row["kernels"] for row in json.loads(file.read_text())["rows"]}
-    assert [*found] == names
-    for kernels in found.values():
-        assert 5 < sum(kernels.values()) <= KERNELS, kernels

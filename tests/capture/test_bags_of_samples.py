@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.proof.gate import FIRST_AUDIT
 from tests.support.autograd import id_batch, mean_squares, squares, truth_by_autograd
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
@@ -57,65 +55,6 @@ def test_bags_end_to_end_several_to_a_sample() -> None:
         mean_squares(
             GradSampleModuleFlashClipping(model)(torch.arange(8), torch.tensor([0, 2, 4, 6]))
         ).backward()
-
-
-B = 4
-
-
-class Recommender(nn.Module):
-    """DLRM: a table for each kind of ids, whose ids of all samples lie end to end."""
-
-    def __init__(self, tables: int, last: bool) -> None:
-        super().__init__()
-        self.dense, self.top = nn.Linear(5, 4), nn.Linear(4 * (tables + 1), 1)
-        bags = [nn.EmbeddingBag(10, 4, mode="sum", include_last_offset=last) for _ in range(tables)]
-        self.bags = nn.ModuleList(bags)
-
-    def forward(
-        self, x: Tensor, ids: list[Tensor], offsets: list[Tensor], weights: list[Tensor]
-    ) -> Tensor:
-        given = zip(self.bags, ids, offsets, weights, strict=True)
-        found = [bag(i, o, per_sample_weights=w) for bag, i, o, w in given]
-        return self.top(torch.cat([self.dense(x).tanh(), *found], 1))
-
-
-def jagged(tables: int, last: bool) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-    lengths = torch.randint(0, 4, (tables, B))
-    lengths[:, 0] = 2
-    ids = [torch.randint(0, 10, (int(n),)) for n in lengths.sum(1)]
-    starts = [torch.cat([torch.zeros(1, dtype=torch.long), n.cumsum(0)]) for n in lengths]
-    offsets = starts if last else [s[:-1] for s in starts]
-    weights = [torch.rand(len(i), dtype=torch.float64) for i in ids]
-    return torch.randn(B, 5, dtype=torch.float64), ids, offsets, weights
-
-
-def one(b: int, last: bool, given: Any) -> tuple[Any, ...]:
-    """The arguments with one sample alone."""
-    x, ids, offsets, weights = given
-    spans = []
-    for i, o in zip(ids, offsets, strict=True):
-        edges = [*o.tolist(), len(i)]
-        spans.append(slice(edges[b], edges[b + 1]))
-    starts = [torch.tensor([0, s.stop - s.start][: 1 + last]) for s in spans]
-    cut = [[y[s] for y, s in zip(ys, spans, strict=True)] for ys in (ids, weights)]
-    return x[b : b + 1], cut[0], starts, cut[1]
-
-
-@pytest.mark.parametrize(("mode", "last"), [("one_pass", True), ("two_pass", False)])
-@pytest.mark.parametrize("tables", [2, B])
-def test_dense_features_beside_jagged_ids(tables: int, last: bool, mode: str) -> None:
-    torch.manual_seed(0)
-    model, given = Recommender(tables, last).double(), jagged(tables, last)
-    plain, norms = copy.deepcopy(model), []
-    for b in range(B):
-        loss = plain(*one(b, last, given)).square().sum()
-        grads = torch.autograd.grad(loss, [*plain.parameters()])
-        norms.append(torch.stack([g.norm() for g in grads]).norm())
-    flash: Any = GradSampleModuleFlashClipping(model, mode=mode)
-    for _ in range(FIRST_AUDIT + 2):  # an audit looks again
-        flash(*given).square().sum(1).mean().backward()
-        assert_close(flash.get_norm_sample(), torch.stack(norms), 1e-9)
-        flash.zero_grad()
 
 
 class MixedDtypes(nn.Module):

@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping._compat import has_lasting_node
-from tests.support.autograd import float64s, squares, truth_by_autograd
+from tests.support.autograd import squares, truth_by_autograd
 from tests.support.cases import make_case
-from tests.support.compiled import LM, Borrowing, compare, lm_loss, slow, wrap
+from tests.support.compiled import LM, compare, lm_loss, slow, wrap
 from tests.support.errors import raises
 from tests.support.oracle import assert_close, per_sample_truth
-from tests.support.sums import norm_of
 
 pytestmark = [pytest.mark.usefixtures("nothing_compiled_yet"), pytest.mark.without_gate]
 
@@ -294,41 +293,3 @@ def test_operators_with_bodies_name_the_layer(use: Any, fullgraph: bool | None) 
     module = wrapped(Uses(use), fullgraph)
     with raises("FC402|FC403", match=r"mid \(Linear\): called inside"):
         squares(module, (torch.randn(3, 5, 4),)).backward()
-
-
-@pytest.mark.parametrize(
-    "order", [("block", "layer"), pytest.param(("layer", "block"), marks=pytest.mark.slow)]
-)
-def test_numbers_of_another_region_are_none_of_this_one(order: tuple[str, str]) -> None:
-    """A block calls a layer that is not in it, and that has the number of the block's own layer in
-    the region that ran before."""
-
-    class Lending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(4, 4))
-            self.block: Any = Borrowing([self.layer[0]])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for name in order:
-                x = torch.tanh(getattr(self, name)(x))
-            return x
-
-    torch.manual_seed(0)
-    model = Lending().double()
-    batch = float64s(5, 3, 4)
-    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
-    for name in order:
-        getattr(model, name).compile(backend="eager")
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        squares(module, batch).backward()
-        assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
-        for name, norms in truth.param_norms.items():
-            param: Any = model.get_parameter(name)
-            assert_close(norm_of(module, param), norms, 1e-9, name)
-        # Its wires would not do, as another layer takes them; but they are not even looked at.
-        numbers = {tap.layer: tap.number for tap in module._taps.all}
-        last = {"layer": model.layer[0], "block": model.block.own}
-        assert [numbers[last[name]] for name in order] == [-1, 0]

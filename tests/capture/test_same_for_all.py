@@ -250,35 +250,6 @@ def test_a_constant_with_as_many_rows_as_samples_is_none(compiler: Any) -> None:
             squares(module, float64s(5, 5, 4)).backward()
 
 
-class Biased(nn.Module):
-    """A table of biases that is read at places, as windows' are, on frozen features; a token that
-    is 0 at first; a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.features = nn.Linear(4, 4).requires_grad_(False)
-        self.table, self.token = nn.Embedding(9, 2), nn.Parameter(torch.zeros(1, 1, 4))
-        self.gate, self.last = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
-        self.register_buffer("places", torch.randint(0, 9, (8, 8)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(x), -1, -1), self.features(x)], 1)
-        T = x.shape[1]
-        scores = x.view(len(x), T, 2, 2).transpose(1, 2)
-        scores = scores @ scores.mT
-        bias = self.table(self.places[:T, :T].reshape(-1)).view(T, T, 2).permute(2, 0, 1)
-        found = torch.softmax(scores + bias.contiguous().unsqueeze(0), -1) @ x.unsqueeze(1)
-        return self.last(torch.tanh(found.mean(1) * torch.softmax(self.gate, 0)))
-
-
-def test_tables_of_biases(compiler: Any) -> None:
-    plain = Biased().double()
-    module = compiler(copy.deepcopy(plain))
-    for shape in ((3, 5), (5, 4)):
-        check(module, plain, float64s(*shape, 4))
-
-
 def test_misuse_between_two_graphs(compiler: Any) -> None:
     plain = Using(MISUSED["rows laid flat"]).double()
     with warns("FC711", match=r"embed \(Embedding\)"):
@@ -297,28 +268,6 @@ def test_misuse_that_only_some_lengths_have(compiler: Any) -> None:
         check(module, plain, float64s(*shape, 4))
     with raises("FC710", (FlashClippingError, RuntimeError), match="the same for all samples"):
         squares(module, float64s(3, 7, 4)).backward()
-
-
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_own_parameters_inside_of_a_checkpoint(fullgraph: bool, compiler: Any) -> None:
-    class Checkpointed(Using):
-        def __init__(self) -> None:
-            super().__init__(lambda z, x: x)
-            self.token = Token()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            return self.last(checkpoint(self.token, x[..., :3], use_reentrant=False))
-
-    plain = Checkpointed()
-    plain.token.token = nn.Parameter(torch.randn(1, 1, 3))
-    plain = plain.double()
-    module = compiler(copy.deepcopy(plain), fullgraph=fullgraph)
-    if fullgraph:
-        with raises("FC710", match=r"token \(Token\): it uses its parameters"):
-            squares(module, float64s(4, 5, 4))
-    else:
-        check(module, plain, float64s(4, 5, 4), steps=2)
 
 
 def test_it_does_not_leave_the_region(compiler: Any) -> None:

@@ -288,33 +288,5 @@ def test_commands_say_what_they_do(factories: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("plan --samples 100 --batch-size 200 --steps 1 --epsilon 1", "--batch-size: found 200"),
-        ("plan --samples 100 --batch-size 200 --steps 1 --epsilon 1", "    --batch-size 100"),
-        (f"{PLAN} --steps 1 --noise-multiplier -1", "--noise-multiplier: found -1.0"),
-        ("check own_factories:good --folded nothing", "FC174 --folded: no module"),
-        ("compose one.json other.json", "    --delta 1e-5"),
-        ("bench own_factories:good --rounds 0", "--rounds: found 0"),
-        ("audit told.json --guesses 9", "told.json: FC302 --guesses: found 9"),
-        ("audit scored.json --guesses 1", "scored.json: FC932 missing key 'epsilon', 'delta';"),
-    ],
-)
-def test_messages_name_flags_and_not_arguments(
-    factories: str, tmp_path: Path, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = {"scores": [1.0, 2.0], "included": [True, False]}
-    (tmp_path / "scored.json").write_text(json.dumps(told))
-    (tmp_path / "told.json").write_text(json.dumps(told | {"epsilon": 1.0, "delta": 0.1}))
-    for name, delta in (("one.json", 1e-5), ("other.json", 1e-6)):
-        (tmp_path / name).write_text(json.dumps(mean(delta)))
-    assert main(arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert said in error and not re.search(
-        "(batch_size|folded_modules|noise_multiplier)[=:]", error
-    ), error
-
-
 def mean(delta: float) -> dict[str, Any]:
     return statistics_report("mean", sensitivity=1.0, standard_deviation=9.0, delta=delta)

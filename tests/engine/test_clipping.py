@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from opacus import PrivacyEngine, schedulers
 from opacus.schedulers import LambdaNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import flash_clipping.engine.optimizer
 from flash_clipping import (
     AdaptiveBound,
     FlashDPOptimizer,
-    FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.finish.clipping import clipping_coefficients
@@ -85,64 +83,6 @@ def test_per_layer_clipping_against_oracle(mode: str) -> None:
         coef = (bound / (truth.param_norms[name] + 1e-6)).clamp(max=1)
         expected = torch.einsum("b,b...->...", coef, truth.grads[name])
         assert_close(param.grad, expected, 1e-9, name)
-
-
-def test_adaptive_clipping_equals_opacus_two_pass_criterion(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The bounds are those that Opacus' criterion reaches on the same norms, one step later: it
-    moves the bound before it clips, which several backward passes in a step cannot do."""
-    from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
-        PrivacyEngineAdaptiveClipping,
-    )
-
-    normal, draws = torch.normal, iter([0.3, -1.2, 0.7, 0.1] * 2)
-
-    def of_count(*args: Any, **kwargs: Any) -> Tensor:
-        """The same noise on the counts of both."""
-        if kwargs.get("size") in ((1,), torch.Size((1,))):
-            return torch.full((1,), next(draws) * kwargs["std"])
-        return normal(*args, **kwargs)
-
-    of_sums = flash_clipping.engine.optimizer.noisy_means
-
-    def of_our_count(sums: list[Tensor], std: float, *args: Any, draw: Draw, **kw: Any) -> Any:
-        if draw.purpose == Purpose.COUNT:
-            return [sums[0] + next(draws) * std]
-        return of_sums(sums, std, *args, draw=draw, **kw)
-
-    options = {
-        "noise_multiplier": 1.0,
-        "target_unclipped_quantile": 0.5,
-        "min_clipbound": 1e-3,
-        "max_clipbound": 1e3,
-        "clipbound_learning_rate": 0.5,
-    }
-    adaptive = {
-        "noise_multiplier": options.pop("noise_multiplier"),
-        "clipping": AdaptiveBound(**options),
-    }
-    flash = private(FlashPrivacyEngine(), network(), **adaptive)
-    ghost = private(PrivacyEngineAdaptiveClipping(), network(), grad_sample_mode="ghost", **options)
-    monkeypatch.setattr(torch, "normal", of_count)
-    monkeypatch.setattr(flash_clipping.engine.optimizer, "noisy_means", of_our_count)
-    bounds = []
-    for model, optimizer, criterion, loader in (flash, ghost):
-        optimizer.param_groups[0]["lr"] = 0.0
-        found = []
-        for x, y in list(loader)[:4]:
-            optimizer.zero_grad()
-            criterion.criterion.reduction = "none" if model is ghost[0] else "mean"
-            criterion(model(x), y).backward()
-            criterion.criterion.reduction = "mean"
-            if model is flash[0]:
-                assert optimizer._multiplier() > optimizer.noise_multiplier
-                optimizer.step()
-            found.append(optimizer.max_grad_norm)
-            assert model.max_grad_norm == optimizer.max_grad_norm
-        bounds.append(found)
-    assert bounds[0] == pytest.approx(bounds[1], rel=1e-5)
-    assert len(set(bounds[0])) == 4
 
 
 def test_coefficients_of_bad_norms() -> None:

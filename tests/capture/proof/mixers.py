@@ -57,24 +57,6 @@ def mixup(order: Callable[[Any, int], Any], part: float = 0.5, detach: bool = Fa
     return inner
 
 
-def shuffled(m: Any, n: int) -> list[int]:
-    order = [*range(n)]
-    random.shuffle(order)
-    return order
-
-
-def shuffled_by_own(m: Any, n: int) -> list[int]:
-    order = [*range(n)]
-    m.of_python.shuffle(order)
-    return order
-
-
-def shuffled_after_values(m: Any, h: Tensor) -> Tensor:
-    """Values decide how much NumPy draws before it mixes."""
-    np.random.rand(int((h.detach() > 0).sum()))
-    return mixup(lambda m, n: np.random.permutation(n))(m, h)
-
-
 def features_swapped(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     mask = torch.rand(h.shape[-1]) < 0.5
@@ -82,27 +64,9 @@ def features_swapped(m: Any, h: Tensor) -> Tensor:
     return torch.where(mask, h[torch.randperm(len(h))], h)
 
 
-def patches_swapped(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    at = torch.randint(0, T - 1, ()).item()
-    pieces = [h[:, :at], h[torch.randperm(len(h))][:, at : at + 2], h[:, at + 2 :]]
-    return torch.cat(pieces, 1)
-
-
-def quantized(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    scale = h.detach().abs().max() / 7
-    return h + (torch.round(h / scale) * scale - h).detach()
-
-
 def scaled_by_the_largest(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     return h / h.detach().abs().amax()
-
-
-def noise_by_deviation(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    return h + torch.randn_like(h) * h.detach().std()
 
 
 class ByBatch(torch.autograd.Function):
@@ -142,11 +106,6 @@ def sorted_and_back(m: Any, h: Tensor) -> Tensor:
     return m.layer(h[order])[order.argsort()]
 
 
-def two_swapped_inside(m: Any, h: Tensor) -> Tensor:
-    order = torch.tensor([1, 0, *range(2, len(h))][: len(h)])
-    return m.layer(h[order])[order]
-
-
 def rolled_inside(m: Any, h: Tensor) -> Tensor:
     return m.layer(h.roll(1, 0)).roll(-1, 0)
 
@@ -154,10 +113,6 @@ def rolled_inside(m: Any, h: Tensor) -> Tensor:
 def shuffled_inside(m: Any, h: Tensor) -> Tensor:
     order = torch.randperm(len(h))
     return m.layer(h[order])[order.argsort()]
-
-
-def transposed_wrongly(m: Any, h: Tensor) -> Tensor:
-    return m.layer(h).transpose(0, 1).reshape(h.shape)
 
 
 def expert_choice(m: Any, h: Tensor) -> Tensor:
@@ -174,24 +129,11 @@ def capacity(m: Any, h: Tensor) -> Tensor:
     return h + m.layer(h) * keep.view(h.shape[:2])[..., None]
 
 
-def in_batch_softmax(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    rows = h.flatten(1)
-    return h + ((rows @ rows.T).softmax(1) @ rows).view_as(h)
-
-
 def attends_over_samples(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     return F.scaled_dot_product_attention(
         h.transpose(0, 1), h.transpose(0, 1), h.transpose(0, 1)
     ).transpose(0, 1)
-
-
-def class_token_of_others(m: Any, h: Tensor) -> Tensor:
-    """Rows of all samples as one axis, and the first of them."""
-    h = m.layer(h)
-    rows = torch.cat([m.gain.expand(len(h), 1, -1), h], 1).flatten(0, 1)
-    return h + rows[: len(h)][:, None]
 
 
 def by_place(m: Any, h: Tensor) -> Tensor:
@@ -249,21 +191,9 @@ def coin_of_torch(m: Any, h: Tensor) -> Tensor:
     return torch.where(torch.rand(()) < 0.5, h.roll(1, 0), h)
 
 
-def multinomial_rows(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    return h[torch.multinomial(torch.ones(len(h)), len(h), replacement=True)]
-
-
 def longest_of_the_batch(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     return h * (h.detach() > 0).flatten(1).sum(1).max() / (T * D)
-
-
-def momentum_of_batches(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    with torch.no_grad():
-        center = 0.5 * m.seen + 0.5 * h.mean((0, 1))
-    return h - center
 
 
 def flat_time_first(m: Any, h: Tensor) -> Tensor:
@@ -284,55 +214,37 @@ WRONG: dict[str, Inner] = {
     "flat, time first": flat_time_first,
     "halves": in_halves,
     "mixup": mixup(lambda m, n: torch.randperm(n)),
-    "mixup, detached": mixup(lambda m, n: torch.randperm(n), detach=True),
     "mixup, numpy": mixup(lambda m, n: np.random.permutation(n)),
-    "mixup, numpy, after values": shuffled_after_values,
-    "mixup, python": mixup(shuffled),
     "mixup, own generator": mixup(lambda m, n: torch.randperm(n, generator=m.own)),
     "mixup, own numpy": mixup(lambda m, n: m.of_numpy.permutation(n)),
-    "mixup, own python": mixup(shuffled_by_own),
-    "mixup, fresh generator": mixup(lambda m, n: torch.randperm(n, generator=torch.Generator())),
     "mixup, argsort": mixup(lambda m, n: torch.rand(n).argsort()),
     "mixup, fixed": mixup(lambda m, n: torch.arange(n).flip(0)),
     "mixup, faint": mixup(lambda m, n: torch.randperm(n), part=0.99),
     "features swapped": features_swapped,
-    "patches swapped": patches_swapped,
-    "quantized": quantized,
     "scaled by the largest": scaled_by_the_largest,
-    "noise by deviation": noise_by_deviation,
     "function, norm": lambda m, h: ByBatch.apply(m.layer(h)),
     "hook, norm": hooked(lambda g, h: 1 / g.norm()),
     "hook, activations": hooked(lambda g, h: h.mean()),
     "mean": lambda m, h: m.layer(h) - m.layer(h).mean(0),
     "mean, detached": lambda m, h: m.layer(h) - h.mean(0).detach(),
     "mean, faint": lambda m, h: m.layer(h) + 0.01 * h.mean(0, keepdim=True),
-    "maximum": lambda m, h: m.layer(h) - h.amax(0, keepdim=True),
     "normalized": batch_normalized,
     "sorted": sorted_rows,
     "sorted and back": sorted_and_back,
-    "two swapped inside": two_swapped_inside,
     "rolled inside": rolled_inside,
     "rolled": lambda m, h: m.layer(h).roll(1, 0),
     "rolled, detached": lambda m, h: m.layer(h) + h.detach().roll(1, 0),
     "shuffled inside": shuffled_inside,
-    "transposed wrongly": transposed_wrongly,
     "expert choice": expert_choice,
-    "in-batch softmax": in_batch_softmax,
     "attends over samples": attends_over_samples,
-    "class token of others": class_token_of_others,
     "outlier guard": outlier_guard,
     "behind zero gates": behind_zero_gates,
     "behind two zero gates": behind_two_zero_gates,
     "eight bits": in_eight_bits,
     "routed by rank": routed_by_rank,
-    "function, twice": lambda m, h: ByBatch.apply(ByBatch.apply(m.layer(h))),
-    "cumulative": lambda m, h: m.layer(h).cumsum(0),
-    "neighbour": lambda m, h: torch.cat([m.layer(h)[1:], m.layer(h)[:1].detach()]),
     "a coin, python": by_a_coin,
     "a coin, torch": coin_of_torch,
-    "multinomial": multinomial_rows,
     "longest": longest_of_the_batch,
-    "center": momentum_of_batches,
 }
 
 #: What the look before a first step does not see, and ``flash-clipping check`` does.
@@ -400,15 +312,6 @@ def noisy(m: Any, h: Tensor) -> Tensor:
     return h + 0.1 * torch.randn_like(h)
 
 
-def noise_of_own(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    return h + 0.1 * torch.randn(h.shape, generator=m.own, dtype=h.dtype)
-
-
-def random_positions(m: Any, h: Tensor) -> Tensor:
-    return m.layer(h[:, torch.randperm(h.shape[1])])
-
-
 def random_crop(m: Any, h: Tensor) -> Tensor:
     at = random.randrange(T - 1)
     return h + m.layer(h[:, at : at + 2]).mean(1, keepdim=True)
@@ -456,13 +359,6 @@ def counted(m: Any, h: Tensor) -> Tensor:
     return m.layer(h) * (1 + 0.01 * m.calls)
 
 
-def fold_of_top(m: Any, h: Tensor) -> Tensor:
-    """Each sample's largest positions."""
-    best = h.detach().sum(-1).topk(2, 1).indices
-    rows = h.gather(1, best[..., None].expand(-1, -1, h.shape[-1]))
-    return h + m.layer(rows).mean(1, keepdim=True)
-
-
 def in_half_precision(m: Any, h: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return m.layer(h).to(h.dtype)
@@ -498,12 +394,8 @@ RIGHT: dict[str, Inner] = {
     "waits for a number": waited,
     "layer dropped, torch": dropped_layer(lambda m: torch.rand(()).item()),
     "layer dropped, numpy": dropped_layer(lambda m: np.random.rand()),
-    "layer dropped, python": dropped_layer(lambda m: random.random()),
-    "layer dropped, own numpy": dropped_layer(lambda m: m.of_numpy.random()),
     "layer dropped, own python": dropped_layer(lambda m: m.of_python.random()),
     "noise": noisy,
-    "noise of its own": noise_of_own,
-    "random positions": random_positions,
     "random crop": random_crop,
     "hook by row": rows_scaled_by_hook,
     "hook, constant": hooked(lambda g, h: torch.tensor(2.0)),
@@ -515,15 +407,10 @@ RIGHT: dict[str, Inner] = {
     "checkpoint": checkpointed(False),
     "checkpoint, re-entrant": checkpointed(True),
     "counts": counted,
-    "top positions": fold_of_top,
     "autocast": in_half_precision,
     "buffer": frozen_shift,
     "recurrent": recurrent,
     "twice": lambda m, h: m.layer(torch.tanh(m.layer(h))),
     "tied": lambda m, h: F.linear(m.layer(h), m.layer.weight),
-    "flipped": lambda m, h: m.layer(h.flip(1)),
-    "rolled by position": lambda m, h: m.layer(h.roll(1, 1)),
-    "softmax": lambda m, h: m.layer(h).softmax(-1),
-    "maximum over positions": lambda m, h: h + m.layer(h).amax(1, keepdim=True),
     "first position alone": lambda m, h: h[:, :1] + m.layer(h)[:, :1],
 }
