@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many
+from flash_clipping.ops.clipped_sum import clipped_sums, clipped_sums_many, reference
 from tests.ops.cases import (
     Case,
     every_case,
@@ -60,6 +60,16 @@ def test_layers_of_several_dtypes(case: Case) -> None:
     both = clipped_sums(A, [G, wide[1][0]], coef, backend=case.backend)
     assert relative_error(both[0], oracle_of(A, G, coef)) <= case.tolerance
     assert relative_error(both[1], oracle_of(A, wide[1][0], coef)) <= 1e-12
+
+
+def test_operands_that_are_widened_a_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("torch", "cpu", torch.bfloat16)
+    A, G = case.randn(5, 9, 8), case.randn(5, 9, 6, seed=1)
+    monkeypatch.setattr(reference, "CONVERTED", 2 * 9 * (8 + 6))
+    monkeypatch.setattr(reference, "TOGETHER", 2 * 9)
+    coef = torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125])
+    (total,) = clipped_sums(A, [G], coef, backend="torch")
+    assert relative_error(total, oracle_of(A, G, coef)) <= 1e-5
 
 
 @every_case_interpreted_once
