@@ -110,6 +110,11 @@ def rolled_inside(m: Any, h: Tensor) -> Tensor:
     return m.layer(h.roll(1, 0)).roll(-1, 0)
 
 
+def two_swapped_inside(m: Any, h: Tensor) -> Tensor:
+    order = torch.tensor([1, 0, *range(2, len(h))][: len(h)])
+    return m.layer(h[order])[order]
+
+
 def shuffled_inside(m: Any, h: Tensor) -> Tensor:
     order = torch.randperm(len(h))
     return m.layer(h[order])[order.argsort()]
@@ -234,6 +239,7 @@ WRONG: dict[str, Inner] = {
     "rolled inside": rolled_inside,
     "rolled": lambda m, h: m.layer(h).roll(1, 0),
     "rolled, detached": lambda m, h: m.layer(h) + h.detach().roll(1, 0),
+    "two swapped inside": two_swapped_inside,
     "shuffled inside": shuffled_inside,
     "expert choice": expert_choice,
     "attends over samples": attends_over_samples,

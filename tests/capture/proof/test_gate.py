@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
-from tests.capture.proof.test_oracle import LATER
 from tests.support.autograd import check_by_autograd, squares
 from tests.support.errors import raises
 from tests.support.plans import Plan, RandomModel, batch_of, plans
 from tests.support.profiles import profile
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("same_numbers")]
+
+#: A first step may miss these, the audits after it do not: a coin that fell alike.
+LATER = {"a coin, torch", "a coin, python"}
 
 
 def first_step(model: torch.nn.Module) -> GradSampleModuleFlashClipping:

@@ -29,11 +29,6 @@ from tests.support.errors import raises
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("same_numbers")]
 
 
-#: The first round may miss these, the audits after the first steps do not: a coin that fell
-#: alike.
-LATER = {"a coin, torch", "a coin, python"}
-
-
 @pytest.mark.parametrize("name", RIGHT)
 def test_another_model_is_not(name: str) -> None:
     table = table_of(Around(RIGHT[name]), torch.randn(B, T, K), audits=2)
@@ -113,6 +108,12 @@ def test_each_part_alone_refuses_some_model(part: str) -> None:
     """Mutants without a part are killed here."""
     why = why_refused(of_part(part), torch.randn(B, T, K))
     assert why and WORDS.get(part, "") in why
+
+
+def test_rows_that_are_booked_to_others_are_named_as_such() -> None:
+    """Another part sees them as well, in other words."""
+    model = Around(WRONG["two swapped inside"])
+    assert WORDS["STRAY"] in why_refused(model, torch.randn(B, T, K), audits=1)
 
 
 class _IntoTheFirst(torch.autograd.Function):
