@@ -101,8 +101,8 @@ def _keeps_type(name: str) -> Any:
         shapes = " and ".join(str([*x.shape]) for x in (mine, *of_losses))
         raise InvalidValue(
             f"FC462 loss.{name}: found losses of shape {shapes}. A scalar would count once for "
-            "every sample: give both one for each sample (a torch.nn loss, a function with "
-            "reduction=), and weights of the same shape. Of batches, add numbers:\n    loss.item()"
+            "every sample: give both one for each sample (a torch.nn loss, a function that returns "
+            "them), and weights of the same shape. Of batches, add numbers:\n    loss.item()"
         )
 
     operate.__name__ = name
