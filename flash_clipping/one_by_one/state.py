@@ -31,12 +31,10 @@ _PLAIN = frozenset((dict, OrderedDict, list, set))
 
 #: Packages whose objects are no state of a model: generators go on, and trainers hold the world.
 _NO_STATE = (
-    *("torch._", "torch.distributed.", "torch.utils.data.", "random.", "numpy.random.", "opacus."),
-    *("flash_clipping.", "logging.", "threading.", "_thread.", "lightning.", "pytorch_lightning."),
+    *("torch._", "torch.cuda.", "torch.distributed.", "torch.utils.data.", "random."),
+    *("numpy.random.", "logging.", "threading.", "_thread.", "triton.", "tokenizers."),
+    *("opacus.", "flash_clipping.", "lightning.", "pytorch_lightning."),
 )
-
-#: Attributes of modules in which there is no tensor that a forward has left.
-_OF_MODULES = "_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks", "__deepcopy__"
 
 
 class _Shared(TorchFunctionMode):
@@ -72,7 +70,7 @@ class State:
             for leaf in _leaves(value) if id(value) not in itself else ():
                 if isinstance(leaf, nn.Module):  # in a list, so that they are no children
                     found = {**found, **dict.fromkeys(leaf.modules())}
-                elif _is_no_state(leaf):
+                elif _is_constant(leaf):
                     itself[id(leaf)] = leaf
         params = dict.fromkeys(p for m in found for p in m._parameters.values() if p is not None)
         self.buffers = [x for m in found for x in m._buffers.values() if x is not None]
@@ -119,9 +117,9 @@ class State:
             held |= {name: x for name, x in of_class.items() if name not in held}
         for held in content:
             for name, value in held.items():
-                if type(value) in _PLAIN and not value:  # most hooks
+                if _is_empty(value):  # most hooks
                     held[name] = value.copy()
-                elif not _is_constant(value) and not _is_no_state(value):
+                elif not _is_constant(value):
                     held[name] = self.copy(value, memo, name)
         return content, partial(self.copy, memo=memo)
 
@@ -154,7 +152,7 @@ class State:
         tensors: dict[int, list[Tensor]] = {}
         for place, held in enumerate(content):
             for name, value in held.items():
-                if name in _OF_MODULES or _is_constant(value) or _is_no_state(value):
+                if name == "_modules" or _is_empty(value) or _is_constant(value):
                     continue
                 if id(value) not in tensors:
                     tensors[id(value)] = tensors_in(value)
@@ -198,21 +196,23 @@ def _of_class(kind: type) -> dict[str, Any]:
             name: value
             for name, value in vars(base).items()
             if not (hasattr(type(value), "__get__") or name.startswith(("__", "_abc_")))
-            if not (_is_constant(value) or _is_no_state(value))
+            if not _is_constant(value)
         }
     return found
 
 
+def _is_empty(value: Any) -> bool:
+    return type(value) in _PLAIN and not value
+
+
 def _is_constant(value: Any) -> bool:
-    return type(value) in _CONSTANT or (type(value) is tuple and not value)
-
-
-def _is_no_state(value: Any) -> bool:
-    return f"{type(value).__module__}.".startswith(_NO_STATE) and not isinstance(value, Tensor)
+    if type(value) in _CONSTANT or isinstance(value, Tensor | nn.Module):
+        return type(value) in _CONSTANT
+    return f"{type(value).__module__}.".startswith(_NO_STATE)
 
 
 def _leaves(value: Any) -> list[Any]:
     """What is in containers; of methods, whose they are."""
-    if _is_constant(value) or (type(value) in _PLAIN and not value):
+    if _is_constant(value) or _is_empty(value):
         return []
     return [getattr(x, "__self__", x) for x in pytree.tree_leaves(value)]
