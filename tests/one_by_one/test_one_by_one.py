@@ -618,7 +618,59 @@ class CheckpointOfInputs(Headed):
         return self.head(checkpoint(self.first, x, use_reentrant=True))
 
 
+class Recorder:
+    """Leaves what it saw in a hook, which knows the object and not the module."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def hook(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        self.seen.append(out.detach().mean())
+        return out * len(self.seen) + sum(self.seen)
+
+
+class Recorded(Headed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(Recorder().hook)
+
+
+class HooksOnce(Headed):
+    """Takes one hook off in the first forward, and puts another one on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked: list[Any] = []
+        self.handle = self.head.register_forward_hook(lambda module, args, out: out * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.handle.remove()
+            add = self.first.register_forward_hook
+            self.hooked.append(add(lambda module, args, out: out * 3))
+        return super().forward(x)
+
+
+class HoldsModules(Headed):
+    """A module in a list is no child; parameters, and what was seen, share a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = [nn.Linear(D, D).double().requires_grad_(False)]
+        self.known: dict[str, Any] = {"weight": self.first.weight, "seen": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        teacher, seen = self.outside[0], self.known["seen"]
+        teacher.last = getattr(teacher, "last", 0) + x.detach().mean()
+        seen.append(x.detach())
+        h = teacher(x) * teacher.last + sum(seen)
+        return self.head(F.linear(h, self.known["weight"]).tanh())
+
+
 SERVED: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    "hook of an object": (Recorded, plain_loss),
+    "hooks that come and go": (HooksOnce, plain_loss),
+    "modules in a list": (HoldsModules, plain_loss),
     "tuple of texts": (Weighed, weighed(lambda x, lengths, names: (x, lengths, names))),
     "arrays": (Weighed, weighed(lambda x, lengths, names: (x, np.array(lengths), [*names]))),
     "by keyword": (Weighed, weighed(lambda x, lengths, names: {"x": x, "names": names})),
@@ -650,6 +702,17 @@ def test_samples_are_clipped_by_their_own_gradients(name: str) -> None:
     make, loop = (CASES | SERVED | REMEMBERS)[name]
     norms = check_clipped(seeded(make), loop, bound=0.4)
     assert norms.min() > 0 and norms.max() > 0.4
+
+
+def test_the_model_is_as_its_last_sample_leaves_it() -> None:
+    model, other = seeded(HooksOnce)(), seeded(Remembers)()
+    for one in (model, other):
+        plain_loss(wrap(one), range(B))
+    assert len(model.hooked) == len(model.first._forward_hooks) == 1
+    assert not model.head._forward_hooks
+    model.hooked[0].remove()
+    assert not model.first._forward_hooks
+    assert len(other.history) == 1 and torch.equal(other.seen, X[-1])
 
 
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
