@@ -257,8 +257,10 @@ CASES: dict[str, ModelCase] = {
             rows(*shape),
             without=WHOLE_SAMPLES,
         )
-        for kind, shape in ((Video, (4, 4, 2, 4, 4)), (PatchTST, (5, 5, 5, 4)))
-        for first in (True, False)
+        for kind, shape, first in (
+            (Video, (4, 4, 2, 4, 4), True),
+            (PatchTST, (5, 5, 5, 4), False),
+        )
     },
     **{
         f"PatchTST, padded, batch first {first}, training {train}": ModelCase(
@@ -266,33 +268,26 @@ CASES: dict[str, ModelCase] = {
             lambda: (torch.randn(*PATCHES), padded(*PATCHES[:3])),
             without=WHOLE_SAMPLES,
         )
-        for first in (True, False)
-        for train in (True, False)
+        for first, train in ((True, False), (False, True))
     },
-    **{
-        f"PatchTST, dropout, batch first {first}": ModelCase(
-            lambda first=first: PatchTST(first, dropout=0.2),
-            rows(*PATCHES),
-            draws=True,
-            without=WHOLE_SAMPLES,
-        )
-        for first in (True, False)
-    },
+    "PatchTST, dropout": ModelCase(
+        lambda: PatchTST(batch_first=False, dropout=0.2),
+        rows(*PATCHES),
+        draws=True,
+        without=WHOLE_SAMPLES,
+    ),
     **{
         f"PatchTST, frozen, last layer {last}": ModelCase(
             thawed(last), rows(*PATCHES), without=WHOLE_SAMPLES
         )
         for last in (True, False)
     },
-    **{
-        f"Video, frames before samples, batch first {first}": ModelCase(
-            lambda first=first: Video(batch_first=first, frames_first=True),
-            rows(*FRAMES),
-            refused="FC201",
-            match=r"(?s)attention\.0.*a sample's rows lie apart",
-        )
-        for first in (True, False)
-    },
+    "Video, frames before samples": ModelCase(
+        lambda: Video(batch_first=False, frames_first=True),
+        rows(*FRAMES),
+        refused="FC201",
+        match=r"(?s)attention\.0.*a sample's rows lie apart",
+    ),
     "declared windows": ModelCase(
         windowed,
         rows(3, 12, 3),
@@ -304,8 +299,7 @@ CASES: dict[str, ModelCase] = {
         f"masks of {windows} windows {shape}": ModelCase(
             lambda windows=windows: MaskedWindows(windows), rows(*shape, 3), options=DECLARED
         )
-        for windows in ("all", "own")
-        for shape in ((3, 4), (3, 12), (3, 24), (2, 8))
+        for windows, shape in (("all", (3, 12)), ("all", (2, 8)), ("own", (3, 4)), ("own", (3, 12)))
     },
     **{
         f"bias of {count} coordinates, {samples} samples": ModelCase(
@@ -313,14 +307,12 @@ CASES: dict[str, ModelCase] = {
             rows(samples, 12, 3),
             options=DECLARED,
         )
-        for count in (3, 6, 12)
-        for samples in (2, 3)
+        for count, samples in ((3, 3), (6, 2), (12, 3))
     },
     **{
         f"positions repeated for {heads} heads, {samples} samples": ModelCase(
             lambda heads=heads: RepeatedPositions(heads), rows(samples, 4, 3)
         )
-        for heads in (1, 2, 4)
-        for samples in (1, 3)
+        for heads, samples in ((1, 3), (2, 1), (2, 3))
     },
 }

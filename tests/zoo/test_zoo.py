@@ -88,12 +88,18 @@ def test_model_with_a_layer_of_its_own_keeps_the_factors_of_the_parent(name: str
 
 
 def refusals() -> list[object]:
-    marks = {True: [], False: [pytest.mark.without_gate]}
-    return [pytest.param(name, marks=marks[case.gate], id=name) for name, case in REFUSED.items()]
+    """Each model in one pass, one of three in two passes; in both before a release."""
+    found: list[object] = []
+    for name, case in REFUSED.items():
+        seldom = zlib.crc32(name.encode()) % 3
+        for mode in ("one_pass", "two_pass"):
+            marks = [] if case.gate else [pytest.mark.without_gate]
+            marks += [pytest.mark.slow] if mode == "two_pass" and seldom else []
+            found.append(pytest.param(name, mode, marks=marks, id=f"{name}-{mode}"))
+    return found
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("name", refusals())
+@pytest.mark.parametrize(("name", "mode"), refusals())
 def test_model_that_is_not_supported_is_refused(name: str, mode: str) -> None:
     check_refused(REFUSED[name], mode)
 
