@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, diagnostics
-from flash_clipping.engine import buffers
 from flash_clipping.engine.unsupported import validate
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.errors import raises
@@ -187,16 +186,6 @@ def test_a_forward_that_records_nothing_counts(use: Forward) -> None:
         flash(*batch())
 
 
-def test_nothing_is_compared_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(made_every_time)
-    model(*batch())
-    flash = GradSampleModuleFlashClipping(model)
-    flash(*batch())
-    monkeypatch.setattr(flash._session.calls, "captured", object())
-    with torch.no_grad(), raises("FC130", NotImplementedError, match="CUDA graph is captured"):
-        flash(*batch())
-
-
 def test_not_strict_leaves_buffers_alone() -> None:
     model = model_of(in_place)
     squares(GradSampleModuleFlashClipping(model, strict=False), batch()).backward()
@@ -225,19 +214,6 @@ def test_what_has_the_bits_it_had_passes(use: Forward) -> None:
         squares(flash, x).backward()
         model.zero_grad(set_to_none=True)
     assert model[1].calls == calls + 2  # other runs leave no trace
-
-
-def test_steady_steps_compare_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That would wait for the device."""
-    model = model_of(mask_of_shape)
-    model(*batch())
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, batch()).backward()
-    flash.zero_grad(set_to_none=True)
-    monkeypatch.setattr(buffers, "_same_bits", None)
-    squares(flash, batch()).backward()
-    with pytest.raises(TypeError):  # a longer sequence: the mask is made anew
-        flash(*batch(T + 1))
 
 
 # -- models of transformers -----------------------------------------------------------------------

@@ -208,23 +208,6 @@ def test_labels_that_are_ignored_do_not_count_where_samples_have_several_axes() 
     torch.testing.assert_close(losses, torch.stack([F.cross_entropy(*pair) for pair in pairs]))
 
 
-def test_what_a_loss_is_looked_at_by() -> None:
-    x, target = batch("values")
-    wrapped, _, returned = private(nn.MSELoss())
-    loss = returned(wrapped(x), target)
-    assert f"{loss:.4f}" == f"{loss.item():.4f}"
-    with raises("FC463", AttributeError, match=r"loss\.mean") as error:
-        loss.mean().backward()
-    line, found = str(error.value).splitlines()[-1].strip(), {"loss": loss}
-    exec(line, found)
-    torch.testing.assert_close(found["number"], found["losses"].mean().item())
-    _, expected = left_by(wrapped, loss)
-    wrapped.zero_grad()
-    returned(wrapped(x), target).backward(retain_graph=True)
-    sums = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
-    torch.testing.assert_close(sums, expected)
-
-
 def huber(output: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
     losses = (output - target).abs().clamp(max=1)
     return losses if reduction == "none" else losses.mean()
@@ -583,16 +566,6 @@ def test_a_head_outside_of_the_model_is_named(mode: str) -> None:
         backward(model, lambda o, y: head(o, o).square().mean(), 5)  # once
 
 
-def test_a_front_end_outside_of_the_model_is_named() -> None:
-    model, front = wrapped(3), nn.Linear(2, 4)
-    with warns("FC451", match=r"found 2 parameters, the first of shape \[4(, 2)?\]"):
-        model(front(torch.randn(5, 2))).square().mean().backward()
-    frozen = wrapped(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        frozen(front.requires_grad_(False)(torch.randn(5, 2))).square().mean().backward()
-
-
 # -- what the loader drew -------------------------------------------------------------------------
 
 
@@ -611,17 +584,6 @@ def test_packed_inputs_are_refused(shape: tuple[int, ...]) -> None:
     assert len(flash.get_norm_sample()) == 4
     flash.expect_samples(None)
     flash(ids)
-
-
-def test_a_batch_that_was_filtered_names_the_dataset() -> None:
-    """A mode of one sample at a time would not help."""
-    flash = GradSampleModuleFlashClipping(nn.Linear(6, 3))
-    flash.expect_samples(4)
-    with raises("FC240", match=r"drew 4 .*\n    dataset = Subset\(") as error:
-        flash(torch.randn(3, 6))
-    assert "one_by_one" not in str(error.value)
-    with raises("FC240", match=r"drew 4 samples(?s:.*)one_by_one"):
-        flash(torch.randn(8, 6))
 
 
 # -- the criterion and check know how many losses there are ---------------------------------------

@@ -131,24 +131,6 @@ def test_a_loader_of_ones_own_after_passes_without_a_step() -> None:
     assert "did not give" in message
 
 
-def test_the_row_of_nobody_is_known_from_an_earlier_loader() -> None:
-    """A model was made private twice; its steps still take batches of the first loader."""
-    engine, model = FlashPrivacyEngine(seed=0), TwoLayers()
-    options: Any = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    module, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data(16)), **options
-    )
-    engine.make_private(module=module, optimizer=optimizer, data_loader=loader, **options)
-    samples = []
-    for x, y in loader:
-        module.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        samples.append(loader.batch_sampler.last.samples)
-        assert bool(samples[-1]) == any(p.grad.any() for p in module.parameters())
-    assert 0 in samples
-
-
 @pytest.mark.parametrize(("first", "second"), [(8, 4), (4, 8), (4, 4)])
 def test_batches_of_an_earlier_loader_at_another_rate(first: int, second: int) -> None:
     """What they draw more often than is accounted for makes epsilon too small."""
@@ -429,14 +411,6 @@ def several(labels_alike: bool = True) -> tuple[Draws, list[Tensor]]:
     return draws, [x + 9, y]
 
 
-def test_the_last_batch_is_used_where_all_inputs_are_its_own() -> None:
-    """The one before was left out."""
-    for again in (Tensor.clone, Tensor.detach):
-        draws, given = several()
-        found = draws.of_forward([*map(again, given)], 0)
-        assert found is not None and found.number == 1
-
-
 @pytest.mark.parametrize("inputs", ["changed", "with a mask"])
 @pytest.mark.parametrize("labels_alike", [True, False])
 def test_equal_labels_do_not_tell_which_of_several_batches_it_is(
@@ -450,15 +424,6 @@ def test_equal_labels_do_not_tell_which_of_several_batches_it_is(
     draws.expect_rows(torch.arange(2))
     found = draws.of_forward(called, 0)
     assert found is not None and found.number == 1
-
-
-def test_a_batch_before_the_last_is_refused() -> None:
-    """The next one was taken before the model was called."""
-    draws = several()[0]
-    x, y = draws.waiting[0].tensors
-    for inputs in ([x, y], [x.clone(), y.clone()], [x / 7, y.clone()], [x / 7, y], [x.flip(0), y]):
-        with raises("FC243"):
-            draws.of_forward(inputs, 0)
 
 
 CLEARED = {

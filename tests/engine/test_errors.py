@@ -20,7 +20,6 @@ from flash_clipping import (
     FlashLoss,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
-    NotPoissonWarning,
     codes,
 )
 from flash_clipping.errors import (
@@ -30,9 +29,8 @@ from flash_clipping.errors import (
     NotServed,
     warn,
 )
-from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
-from tests.support.errors import raises, warns
+from tests.support.errors import raises
 from tests.support.wrapping import MODES
 
 
@@ -77,36 +75,6 @@ def test_errors_reach_another_process() -> None:
     there = pickle.loads(pickle.dumps(caught.value))
     assert type(there) is type(caught.value)
     assert (str(there), there.__notes__) == (str(caught.value), caught.value.__notes__)
-
-
-class FoldedWindows(nn.Module):
-    """Windows folded into the batch axis: all first windows, then all second ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 6)
-        self.windows = nn.Sequential(nn.Linear(6, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        folded = x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
-        return self.windows(folded).unflatten(0, (2, -1)).transpose(0, 1).flatten(1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_error_windows_that_lie_apart_in_the_batch_axis(mode: str) -> None:
-    module = wrapped(FoldedWindows().double(), mode=mode)
-    with raises(
-        "FC201",
-        match=r"windows\.0 \(Linear\): what it reads has 6 rows for a batch of 3, and 4 for a "
-        r"batch of 2\nThe rows are not samples, or a sample's rows lie apart",
-    ):
-        squares(module, float64s(3, 8, 4)).backward()
-
-
-def test_windows_that_lie_apart_run_one_by_one() -> None:
-    with warns("FC180"):
-        check_by_autograd(FoldedWindows().double(), float64s(3, 8, 4), squares, mode="one_by_one")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -209,15 +177,6 @@ def test_error_reductions_do_not_match() -> None:
         FlashLoss(module, optimizer, nn.CrossEntropyLoss(reduction="sum"))
     with raises("FC461", ValueError, match=r"module\.loss_reduction='mean'"):
         FlashLoss(module, optimizer, nn.CrossEntropyLoss(), "sum")
-
-
-def test_a_message_has_a_line_for_problem_cause_and_fix() -> None:
-    text = "layer: FC101 it mixes samples. No clipping bounds that. Write:\n    a.b()"
-    problem, cause, fix, line = str(InvalidValue(text)).splitlines()
-    assert problem == "FC101 layer: it mixes samples." and cause == "No clipping bounds that."
-    assert fix == "Write:" and line.startswith("    ")
-    assert str(NotPoissonWarning("FC335 Odd. Even.")) == "FC335 Odd.\nEven."
-    assert str(InvalidValue("No code. None.")) == "No code. None."
 
 
 def test_warnings_are_of_the_line_that_is_asked_for() -> None:

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import AdaptiveBound, Documents, FlashPrivacyEngine, PoissonSampling, Users
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.noise.process import FixedShapeSampler
-from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.choices import coin_tosses, subset
+from flash_clipping.randomness import SecretStream
 from tests.support.errors import raises
 from tests.support.graphs import PlayedByHand
 from tests.support.oracle import assert_close
@@ -264,17 +263,6 @@ def test_replays_read_the_mask_of_their_own_batch() -> None:
         assert torch.equal(a, b)
 
 
-def test_parts_are_not_replayed() -> None:
-    _, _, module, optimizer, _, loader = private()
-    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer)
-    take = PlayedByHand(lambda x, y: cross_entropy(module(x), y).backward(), module)
-    with manager as parts, raises("FC705", match="3 rows.* of 9"):
-        for x, y, _ in parts:
-            optimizer.zero_grad()
-            take(x, y)
-            optimizer.step()
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -311,15 +299,3 @@ def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: 
         options = {"engine": FlashPrivacyEngine(accountant=options["engine"])}
     with raises("FC302|FC313|FC316", ValueError, match=message):
         private(**options)
-
-
-def test_which_are_left_comes_from_other_words_than_who_is_drawn() -> None:
-    key = bytes(32)
-    sampler = FixedShapeSampler(
-        max_batch_size=5, num_samples=60, sample_rate=0.4, steps=3, stream=SecretStream(key=key)
-    )
-    for number, found in enumerate(sampler):
-        draw = Draw(key, Purpose.SAMPLING, number)
-        drawn = coin_tosses(draw, 60, 0.4).nonzero().flatten()
-        assert found == drawn[subset(draw, len(drawn), 5, tensor=1)].tolist()
-        assert sampler.drawn == number + 1

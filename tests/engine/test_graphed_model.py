@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from flash_clipping import (
     Kernels,
 )
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.errors import raises
 from tests.support.graphs import (
     PlayedByHand,
@@ -121,30 +119,6 @@ def test_one_backward_of_two_calls_is_never_two_clipped_sums() -> None:
     second = squared_loss(graphed.model, (y,))  # runs as it is, beside it
     with raises("FC704", match="several calls of"):
         (first + second).mean().backward()
-
-
-def of_two_calls(training: Training, x: Tensor, y: Tensor) -> list[Tensor]:
-    training.model.zero_grad(set_to_none=True)
-    both = squared_loss(training.model, (x,)) + squared_loss(training.model, (y,))
-    both.mean().backward()
-    grads = [p.grad.clone() for p in training.plain.parameters() if p.grad is not None]
-    return [training.model.get_norm_sample(), *grads]
-
-
-def test_calls_of_two_in_one_backward_are_not_captured() -> None:
-    """Nor does each come back by itself: a sample would be clipped twice, to twice the bound."""
-    graphed, eager = Training(True), Training(False)
-    for x, y in zip(batches(6), batches(6, start=9), strict=True):
-        assert_same_tensors(of_two_calls(graphed, x, y), of_two_calls(eager, x, y))
-    assert graphed.replays == 0
-
-
-def test_a_call_that_came_back_alone_does_not_come_back_beside_another() -> None:
-    graphed = Training(True)
-    first, *others = batches(3)
-    graphed.results(first)
-    with raises("FC704", match="several calls of"):
-        of_two_calls(graphed, *others)
 
 
 def test_a_second_backward_is_refused() -> None:
@@ -265,40 +239,6 @@ def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch
     # A capture is two more calls, and by hand so is a replay.
     assert len(audited) == 1 and 32 <= audited[0] <= 36
     assert training.replays >= 6
-
-
-@pytest.mark.parametrize(("places", "given"), [((0, 1), 0), ((0,), None)])
-def test_a_model_on_several_devices_runs_as_it_is(places: tuple[int, ...], given: Any) -> None:
-    def on(device: str) -> Any:
-        return SimpleNamespace(device=torch.device(device))
-
-    def layer(device: str) -> Any:
-        return SimpleNamespace(_parameters={"weight": on(device)}, _buffers={})
-
-    class Spread(GraphedModel):
-        def _device(self, modules: Any, tensors: Any) -> Any:
-            x = on("cpu" if given is None else GPUS[given])
-            return super()._device([layer(GPUS[n]) for n in places], [x])
-
-    graphs = Spread(Training(False).model, print)
-    with raises("FC702", ValueError):
-        graphs._device([], [])
-    assert graphs._call((torch.zeros(2),), {}) is None
-
-
-GPUS = "cuda:0", "cuda:1"
-
-
-def test_a_row_of_nobody_takes_no_audit() -> None:
-    graphed, _ = warmed()
-    gate = graphed.model._watch.gate
-    gate.next_audit = due = gate.calls + 1
-    graphed.model.expect_samples(0)
-    (x,) = batches(1, size=1)
-    graphed.model.zero_grad(set_to_none=True)
-    squared_loss(graphed.model, (x,)).mean().backward()
-    assert gate.next_audit == due and graphed.replays == 2
-    assert not any(p.grad.any() for p in graphed.plain.parameters())
 
 
 def train(graphed: bool, physical: int, noise: float) -> tuple[list[Tensor], int]:

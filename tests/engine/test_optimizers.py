@@ -24,8 +24,6 @@ from flash_clipping import (
     PoissonSampling,
 )
 from flash_clipping.engine import privacy_engine
-from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
-from flash_clipping.pipelines.optimizer import PipelineFlashDPOptimizer
 from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
@@ -169,17 +167,6 @@ def test_shards_need_a_model_that_was_sharded_when_it_was_wrapped() -> None:
         optimizer.follow(GradSampleModuleFlashClipping(model))
 
 
-@pytest.mark.parametrize("cls", [DistributedFlashDPOptimizer, PipelineFlashDPOptimizer])
-def test_shards_are_for_one_class_alone(cls: Any) -> None:
-    """Others add noise in one process, or by the number of a stage."""
-    model = nn.Linear(3, 2)
-    model.weight.placements = ()  # as of a DTensor
-    optimizer = object.__new__(cls)
-    vars(optimizer).update(_has_shards=True, _sharded=object())
-    with raises("FC605", ValueError, match=cls.__name__):
-        optimizer._refuse_unknown_shards()
-
-
 def test_shards_inside_of_data_parallel_have_noise_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,26 +279,6 @@ def _refuses(plain: Any, private: Private) -> bool:
         private.optimizer.step()
         return True
     return False
-
-
-def test_the_plain_optimizer_is_refused_whatever_was_done_to_it() -> None:
-    model = TwoLayers()
-    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
-    private = Private(model, optimizer=plain)
-    assert _refuses(plain, private)
-    scheduler.step()
-    plain.load_state_dict(copy.deepcopy(plain.state_dict()))
-    private.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert _refuses(plain, private)
-    copies = copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))
-    for copied in copies:  # of other parameters
-        copied.step()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    private.backward(4)
-    scaler.scale(torch.ones(()))
-    with raises("FC539", match="AdamW itself"):
-        scaler.step(plain)
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])

@@ -504,17 +504,6 @@ def test_a_refusal_names_the_module_and_its_lines_help(name: str) -> None:
         optimizer.step()
 
 
-def test_a_norm_of_timm_is_built_anew() -> None:
-    kind = type("BatchNormAct2d", (nn.BatchNorm2d,), {"__module__": "timm.layers.norm_act"})
-    with raises("FC101", UnsupportedModuleError, match=r"norm_layer=timm\.layers\.GroupNormAct"):
-        private(nn.Sequential(nn.Conv2d(1, 4, 1), kind(4)))
-
-
-def test_a_projected_lstm_is_named() -> None:
-    with raises("FC110", UnsupportedModuleError, match=r'(?s)proj_size.*mode="one_by_one"'):
-        private(Sequence(nn.LSTM(4, 6, proj_size=3, batch_first=True)))
-
-
 def test_the_page_of_errors_says_how_many_things_make_private_returns() -> None:
     """Python's own message, of the line that takes them, cannot be ours."""
     page = codes.PAGE.read_text()

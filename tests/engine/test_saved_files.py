@@ -140,13 +140,6 @@ def test_no_sum_and_no_norm_in_a_file(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_hooks_without_a_wrapper(place: str) -> None:
-    run = Run(wrap_model=False).to(place)
-    for thing in (run.plain, run.model, copy.deepcopy(run.plain)):
-        check(run, saved(thing), torch.load(io.BytesIO(saved(thing)), weights_only=False))
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_checkpoint(place: str) -> None:
     run, file = Run().to(place), io.BytesIO()
     run.engine.save_checkpoint(path=file, module=run.model, optimizer=run.optimizer)

@@ -368,20 +368,6 @@ def test_a_scaler_cannot_unscale_a_private_optimizer(before: int) -> None:
     torch.amp.GradScaler("cpu", enabled=False).unscale_(private.optimizer)
 
 
-def test_one_of_many_parameters_is_found_in_turn() -> None:
-    private = Private(nn.Sequential(nn.Linear(6, 3), *[nn.Linear(3, 3) for _ in range(19)]))
-    found = []
-    for _ in range(3):
-        private.optimizer.zero_grad()
-        private.backward(4)
-        private.plain[7].weight.grad.data.mul_(2)
-        try:
-            private.optimizer.step()
-        except ValueError:
-            found.append(True)
-    assert found
-
-
 # -- parameters ------------------------------------------------------------------------------------
 
 

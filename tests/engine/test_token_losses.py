@@ -13,12 +13,10 @@ import transformers
 from torch import Tensor, nn
 
 from flash_clipping import (
-    Documents,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
     per_sample_loss,
 )
-from flash_clipping.hugging_face.losses import ModelLosses
 from tests.support.errors import raises
 from tests.support.hugging_face import gpt2, tiny
 from tests.support.oracle import assert_close, per_sample_truth
@@ -67,18 +65,6 @@ def test_per_sample_loss_is_that_of_one_sample_at_a_time(shift: bool) -> None:
     assert found[3] == 0
     longer = F.pad(logits, (0, 0, 0, 5)), F.pad(labels, (0, 5), value=-100)
     assert_close(per_sample_loss(*longer, shift=shift), found, 1e-12)
-
-
-def test_per_sample_loss_of_other_shapes() -> None:
-    assert per_sample_loss(torch.randn(3, 5), torch.tensor([1, -100, 4])).shape == (3,)
-    assert per_sample_loss(torch.randn(2, 3, 4, 5), torch.zeros(2, 3, 4).long()).shape == (2,)
-    assert per_sample_loss(torch.randn(0, 3, 5), torch.zeros(0, 3).long()).shape == (0,)
-    half = torch.randn(2, 3, 5).half()
-    found = per_sample_loss(half, torch.zeros(2, 3).long())
-    assert found.dtype is torch.float32
-    assert torch.equal(found, per_sample_loss(half.float(), torch.zeros(2, 3).long()))
-    with raises("FC303", ValueError, match=r"found logits \(2, 5\) and labels \(2, 3\)"):
-        per_sample_loss(torch.randn(2, 5), torch.zeros(2, 3).long())
 
 
 # -- the model's own loss --------------------------------------------------------------------------
@@ -186,17 +172,6 @@ def test_a_mean_over_the_batch_is_refused(wrapper: str, kind: str) -> None:
     assert_close(flash.get_norm_sample(), torch.stack(expected), 1e-9)
 
 
-def test_labels_that_are_no_tensor_are_refused() -> None:
-    """Of detection: boxes of all images are counted."""
-    model = tiny("BertForMaskedLM")
-    wrapped = GradSampleModuleFlashClipping(model)
-    losses = next(part for part in wrapped._installed if isinstance(part, ModelLosses))
-    loss = model(torch.randint(17, (2, 4))).logits.sum()
-    losses.after_forward("", [], model, (), {"labels": [{"boxes": 1}]}, {"loss": loss})
-    with raises("FC440", match=r"labels \(list\) may divide"):
-        loss.backward()
-
-
 def test_a_balance_of_the_batch_is_refused() -> None:
     model = tiny("MixtralForCausalLM")
     wrapped = GradSampleHooksFlashClipping(model)
@@ -206,20 +181,6 @@ def test_a_balance_of_the_batch_is_refused() -> None:
         loss.backward()
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert wrapped.get_norm_sample().shape == (3,)
-
-
-def test_documents_in_one_row_have_no_mean() -> None:
-    wrapped = GradSampleModuleFlashClipping(
-        gpt2(), unit=Documents("document"), loss_reduction="sum"
-    )
-    tokens = torch.randint(17, (1, 8))
-    number = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-    place = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    output = wrapped(
-        input_ids=tokens, position_ids=place, document=number, use_cache=False, labels=tokens
-    )
-    with raises("FC440", match="over rows, whose parts are units"):
-        output.loss.backward()
 
 
 # -- models of transformers inside of others, and what else divides losses -------------------------

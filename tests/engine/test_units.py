@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
@@ -19,7 +17,6 @@ from flash_clipping import (
     AdaptiveBound,
     Documents,
     FlashPrivacyEngine,
-    GradSampleModuleFlashClipping,
     PoissonSampling,
     Users,
 )
@@ -28,7 +25,6 @@ from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import SecretStream
 from tests.support.draws import drawn
 from tests.support.errors import raises
-from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close
 from tests.support.packed import Reader
 from tests.support.private import Released, TwoLayers
@@ -304,12 +300,6 @@ def test_refused_units(make: Any, words: str) -> None:
         make()
 
 
-def test_a_model_that_takes_a_map_already() -> None:
-    wrapped = GradSampleModuleFlashClipping(TwoLayers(), unit=Documents("user"))
-    with raises("FC173", ValueError, match=r"'unit': Documents\(argument='user'\)"):
-        private(model=wrapped)
-
-
 def test_splitting_batches_is_refused() -> None:
     module, optimizer, criterion, loader = private()
     with (
@@ -365,53 +355,3 @@ def test_collate_functions_that_do_not_keep_order(what: str, collate: Any) -> No
     *_, loader = private(engine, loader=loader, **options)
     with raises("FC284", match=rf"collate_fn: {what} goes by the order"):
         list(loader)
-
-
-PAIRS, T, BETA = 3, 8, 0.7
-
-
-def log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
-    """``[R]``, over each row's own labels; the first of them are a prompt, which does not count."""
-    targets = labels[:, 1:]
-    chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return (chosen * (targets != -100)).sum(1)
-
-
-def pairs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    """A model, ids and labels of answers of different lengths, and a frozen model's likelihoods."""
-    model = gpt2()
-    ids = torch.randint(17, (2 * PAIRS, T))
-    labels = ids.clone()
-    labels[:, :2] = -100
-    for row in range(2 * PAIRS):
-        labels[row, 3 + row % 5 :] = -100
-    frozen = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in frozen.parameters():
-            param += 0.1 * torch.randn_like(param)
-        return model, ids, labels, log_likelihoods(frozen(ids).logits, labels)
-
-
-def clip() -> Any:
-    shared = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    config = transformers.CLIPConfig(
-        text_config=shared | dict(vocab_size=17, max_position_embeddings=8, eos_token_id=16),
-        vision_config=shared | dict(image_size=4, patch_size=2),
-        projection_dim=4,
-    )
-    torch.manual_seed(0)
-    return transformers.CLIPModel(config).double()
-
-
-def test_the_loss_of_clip_is_refused() -> None:
-    """``return_loss=True``; with the scale frozen, which every pair of samples shares."""
-    model = clip()
-    model.logit_scale.requires_grad_(False)
-    wrapped = GradSampleModuleFlashClipping(model)
-    batch = {
-        "input_ids": torch.randint(16, (3, 8)),
-        "pixel_values": torch.randn(3, 3, 4, 4, dtype=torch.float64),
-    }
-    loss = wrapped(**batch, return_loss=True).loss
-    with raises("FC440", match="return_loss=True"):
-        loss.backward()

@@ -108,19 +108,6 @@ def test_numbers_unknown_to_an_accountant_are_none(
         assert found["rdp"]["epsilon"] > found["pld"]["epsilon"]
 
 
-def test_discrete_noise_is_accounted_for_in_whole_orders() -> None:
-    engine, _ = trained("discrete_gaussian", mechanism=PoissonSampling(noise_grid="exact"))
-    assert len(engine.accountant) == 10
-    report = json.loads(json.dumps(engine.report(DELTA)))
-    statistics = statistics_report("a", sensitivity=1.0, standard_deviation=4.0, delta=DELTA)
-    together = compose([report, statistics])
-    for found in (report["epsilon"], together["epsilon"]):
-        assert {name for name, e in found.items() if e["epsilon"] is not None} == {"rdp"}
-        assert found["pld"]["why"] == "not proven for discrete noise"
-    assert report["epsilon"]["rdp"]["epsilon"] == pytest.approx(engine.get_epsilon(DELTA))
-    assert together["epsilon"]["rdp"]["epsilon"] > report["epsilon"]["rdp"]["epsilon"]
-
-
 def test_warnings_are_in_the_report() -> None:
     with warns("FC335", NotPoissonWarning):
         engine, _ = trained("prv", poisson_sampling=False)

@@ -139,39 +139,6 @@ class TestTrl:
             assert losses.shape == (3,)
             torch.testing.assert_close(losses.mean(), theirs)
 
-    def test_pairs_of_a_reward_model_are_samples(self, tmp_path: Path) -> None:
-        """A step is that of one pair at a time, by TRL's own loss."""
-        pairs: list[dict[str, Tensor]] = []
-
-        class Recording(private(self.trl.RewardTrainer)):  # type: ignore[misc]
-            def training_step(self, model: nn.Module, inputs: Any, *more: Any) -> Tensor:
-                for part, size in zip(inputs.parts, inputs.sizes, strict=True):
-                    names = ("input_ids", "attention_mask")
-                    pairs.extend({k: part[k][[n, n + size]] for k in names} for n in range(size))
-                return super().training_step(model, inputs, *more)
-
-        made = self.of_rewards(Recording, tmp_path)
-        model, before = made.model, weights(made.model)
-        made.train()
-        after = weights(model)
-        model.load_state_dict(before)
-        params = dict(model.named_parameters())
-        sums = {name: torch.zeros_like(p) for name, p in params.items()}
-        for pair in pairs:
-            chosen, rejected = model(**pair).logits.flatten()
-            loss = -F.logsigmoid(chosen - rejected)
-            grads = torch.autograd.grad(loss, [*params.values()], allow_unused=True)
-            found = [
-                torch.zeros_like(p) if g is None else g
-                for p, g in zip(params.values(), grads, strict=True)
-            ]
-            norm = torch.stack([g.square().sum() for g in found]).sum().sqrt()
-            for total, grad in zip(sums.values(), found, strict=True):
-                total += grad * (0.01 / (norm + 1e-6)).clamp(max=1) / 4
-        assert len(pairs) > 1 and max(float(x.abs().max()) for x in sums.values()) > 1e-4
-        for name, total in sums.items():
-            torch.testing.assert_close(before[name] - after[name], total, rtol=0, atol=4e-7)
-
     @pytest.mark.parametrize(
         ("name", "words"),
         [

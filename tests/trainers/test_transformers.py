@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 from transformers import (
     BertForSequenceClassification,
     Seq2SeqTrainer,
@@ -24,11 +23,9 @@ from transformers import (
 )
 
 from flash_clipping import AdaptiveBound
-from flash_clipping.engine.micro_batches import StepInParts
-from flash_clipping.trainers.private_run import CollateParts, LogicalBatch
+from flash_clipping.trainers.private_run import LogicalBatch
 from flash_clipping.trainers.transformers import PrivateSeq2SeqTrainer, PrivateTrainer
 from tests.support.errors import raises
-from tests.support.faults import Fault
 from tests.support.trainers import (
     Texts,
     arguments,
@@ -206,47 +203,6 @@ def test_parts_that_run_out_of_memory_are_halved(tmp_path: Path, most: int, work
     assert found[0][1:] == found[1][1:]
 
 
-def test_out_of_memory_at_operators_of_a_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever forward or backward of a part runs out, the training is the one that never did."""
-    real = StepInParts.run
-
-    def trained(at: int) -> tuple[Fault, dict[str, Tensor], Any]:
-        fault, model = Fault(at, torch.OutOfMemoryError("injected")), bert(torch.float64)
-
-        def faulty(self: Any, batch: Any, work: Any) -> Any:
-            def failing(*part: Any) -> Any:
-                with fault:
-                    return work(*part)
-
-            return real(self, batch, failing)
-
-        monkeypatch.setattr(StepInParts, "run", faulty)
-        private = trainer(
-            tmp_path,
-            model,
-            size=40,
-            per_device_train_batch_size=12,
-            gradient_accumulation_steps=1,
-            num_train_epochs=0.5,
-            auto_find_batch_size=True,
-            **SGD,
-        )
-        private.train()
-        return fault, weights(model), (private.run.engine.accountant.history, private.run.in_parts)
-
-    clean, expected, (history, _) = trained(-1)
-    halved = 0
-    for at in range(clean.count // 9, clean.count, clean.count // 6):
-        _, found, (spent, in_parts) = trained(at)
-        halved += in_parts.most is not None
-        assert spent == history
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
-    assert halved >= 2  # looks, which are most of it, try other batches
-
-
 @pytest.mark.parametrize(("fits", "workers"), [(100, 1), (6, 0)])
 def test_a_draw_that_is_larger_is_tried_whole(tmp_path: Path, fits: int, workers: int) -> None:
     """One part for each draw where that fits; else parts of what was said to fit, in equal sizes,
@@ -280,27 +236,6 @@ def test_a_draw_that_is_larger_is_tried_whole(tmp_path: Path, fits: int, workers
     for name, tensor in found[0][0].items():
         torch.testing.assert_close(tensor, found[1][0][name], rtol=1e-12, atol=1e-12)
     assert found[0][1:] == found[1][1:]
-
-
-@pytest.mark.parametrize(
-    ("samples", "usual", "sizes"),
-    [
-        (0, 1, [0]),
-        (64, 1, [64]),
-        (104, 1, [104]),
-        (105, 1, [52, 53]),
-        (69, None, [34, 35]),
-        (130, 2, [65, 65]),
-        (128, 4, [64, 64]),
-        (300, 4, [75, 75, 75, 75]),
-        (430, 4, [86, 86, 86, 86, 86]),
-    ],
-)
-def test_parts_are_equal_and_few(samples: int, usual: int | None, sizes: list[int]) -> None:
-    collate = CollateParts(default_collate, [0.0], part_size=64, usual=usual)
-    batch = collate([float(n) for n in range(samples)])
-    assert sorted(batch.sizes) == sizes
-    assert [x for part in batch.parts for x in part.tolist()] == ([*range(samples)] or [0.0])
 
 
 def test_a_larger_part_is_cut_by_its_rows() -> None:
@@ -359,29 +294,6 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     (folder / "privacy.pt").unlink()
     with raises("FC582", ValueError, match=r"no privacy\.pt"):
         trainer(tmp_path).train(resume_from_checkpoint=str(folder))
-
-
-class AsksForLoaders(TrainerCallback):
-    """A training whose callback asks for its loader; the weights that it ends with."""
-
-    def __init__(self, folder: Path, asks: bool):
-        self.private, self.asks = (
-            trainer(folder, max_steps=8, more={"callbacks": [self]}, **SGD),
-            asks,
-        )
-        self.private.train()
-        self.weights = weights(self.private.model)
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self.asks:
-            assert len(self.private.get_train_dataloader()) == 4
-
-
-def test_a_loader_that_is_asked_for_in_training_is_the_one_of_it(tmp_path: Path) -> None:
-    """Epochs of another would draw what a seed says, and those of the training something else."""
-    asked, plain = (AsksForLoaders(tmp_path, asks).weights for asks in (True, False))
-    for name, tensor in plain.items():
-        assert torch.equal(asked[name], tensor), name
 
 
 def test_without_a_seed_a_resumed_run_draws_afresh(tmp_path: Path) -> None:
