@@ -33,17 +33,6 @@ class Backend:
         return self.run(graph, inputs)
 
 
-class Borrowing(nn.Module):
-    """Calls a layer that is another module's."""
-
-    def __init__(self, lent: list[nn.Module]):
-        super().__init__()
-        self.own, self.lent = nn.Linear(4, 4), lent
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(torch.tanh(self.lent[0](x)))
-
-
 class Block(nn.Module):
     def __init__(self, width: int, checkpointing: bool = False):
         super().__init__()

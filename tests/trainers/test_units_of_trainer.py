@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flash_clipping import Documents, Offsets, per_sample_loss
+from flash_clipping import Documents, Offsets
 from flash_clipping.trainers.lightning import PrivateTraining
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.errors import raises
@@ -67,26 +67,6 @@ def with_offsets(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-class Pairs(PrivateTrainer):
-    """The chosen text is the first of a pair, the rejected one the second."""
-
-    def compute_sample_losses(self, model: nn.Module, inputs: Any) -> Tensor:
-        labels = inputs["labels"]
-        logits = model(input_ids=inputs["input_ids"], pair=inputs["pair"]).logits
-        return of_pairs(-per_sample_loss(logits, labels, shift=True))
-
-
-def of_pairs(gains: Tensor) -> Tensor:
-    chosen, rejected = gains.chunk(2)
-    return -F.logsigmoid(chosen - rejected)
-
-
-def pairs(rows: list[Any]) -> dict[str, Tensor]:
-    """All chosen, then all rejected."""
-    tokens = torch.stack([row[part] for part in ("chosen", "rejected") for row in rows])
-    return {"input_ids": tokens, "labels": tokens, "pair": torch.arange(len(rows)).repeat(2)}
-
-
 def clipped(model: nn.Module, losses: list[Any]) -> None:
     """A step of plain SGD with the sum of clipped gradients, one sample at a time."""
     sums = [torch.zeros_like(p) for p in model.parameters()]
@@ -140,41 +120,6 @@ def test_packed_documents(tmp_path: Path, sample_of: Any, collate: Any) -> None:
     for name, tensor in weights(expected).items():
         moved = (tensor - start[name]).norm()
         assert (model.state_dict()[name] - tensor).norm() <= 1e-6 * moved, name
-
-
-def test_preference_pairs(tmp_path: Path) -> None:
-    """Two rows a sample, in a loss of one's own."""
-    generator = torch.Generator().manual_seed(0)
-    data = [
-        {
-            part: torch.randint(0, VOCABULARY, (5,), generator=generator)
-            for part in ("chosen", "rejected")
-        }
-        for _ in range(12)
-    ]
-    model, expected = llama(), llama()
-    private = trainer(
-        tmp_path, model, Pairs, sample_of="pair", train_dataset=data, data_collator=pairs
-    )
-    private.train()
-    start = weights(expected)
-
-    def loss(row: dict[str, Tensor]) -> Any:
-        batch = pairs([row])["input_ids"]
-        return lambda: of_pairs(-per_sample_loss(expected(batch).logits, batch, shift=True)).sum()
-
-    for _ in range(2):
-        clipped(expected, [loss(row) for row in data])
-    for name, tensor in weights(expected).items():
-        moved = (tensor - start[name]).norm()
-        assert (model.state_dict()[name] - tensor).norm() <= 1e-6 * moved, name
-
-
-def test_a_collator_that_does_not_say_whose_rows_are(tmp_path: Path) -> None:
-    private = trainer(tmp_path, llama(), sample_of="author", train_dataset=texts())
-    private.data_collator = packed
-    with raises("FC808", ValueError, match="argument='author'.*NoneType"):
-        private.train()
 
 
 def test_documents_that_are_joined(tmp_path: Path) -> None:
