@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import certificate, models, step, tables
+from benchmarks import models, step, tables
 from benchmarks.lab import versions
 from benchmarks.options import method_names
 from benchmarks.records import Record, summaries
 from benchmarks.report import END, PEERS_END, PEERS_START, START
 from tests.benchmarks.conftest import Run
-from tests.certificate import search
 
 METHODS = "nonprivate,flash,opacus-ghost"
 
@@ -29,14 +28,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, run: Run, quick: tuple[str
     status, printed = run("step", *quick, "--methods", METHODS, "--json", tmp_path / "step.json")
     assert status == 0, printed
     return tmp_path
-
-
-def test_plot_writes_a_png_beside_each_file(results: Path, run: Run) -> None:
-    assert run("plot", results / "step.json")[0] == 0
-    assert (results / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert run("plot", results / "step.json", "--output", results / "other.png")[0] == 0
-    assert (results / "other.png").exists()
-    assert run("plot", results / "nothing.json")[0] == 2
 
 
 ROOT = Path(__file__).parents[2]
@@ -110,21 +101,6 @@ def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
     options = parser.parse_args([command, *arguments])
     assert set(options.model) <= set(models.NAMES)
     assert "flash" in options.methods and method_names(options.methods)
-
-
-#: Exact norms, and no rounding that could be seen: holds whatever the search draws.
-QUICK = ("certificate", "--device", "cpu", "--rules", "RMSNorm", "--tries", "3")
-
-
-FP64 = (*QUICK, "--backends", "torch", "--precisions", "fp64")
-
-
-def test_a_broken_bound_is_an_exit_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    released = search.released
-    monkeypatch.setattr(search, "released", lambda model: released(model) * 1.001)
-    monkeypatch.setattr(certificate, "EQUAL_SAMPLES", (64,))
-    status, printed = run(*FP64)
-    assert status == 1, printed
 
 
 def test_every_oldest_version_was_run_and_passed() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.methods import METHODS, Flash, Method, OpacusHooks
+from benchmarks.methods import METHODS, Flash, Method
 from benchmarks.records import Record
 from tests.benchmarks.conftest import Run
 
@@ -73,41 +73,6 @@ def test_graphs_on_a_gpu(step: Step, extra: tuple[str, ...]) -> None:
 
 
 # ---------------------------------------------------------------------------- rows that say why not
-
-
-class OutOfMemory(OpacusHooks):
-    def backward(self, inputs: Tensor, targets: Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-
-class Broken(OpacusHooks):
-    def backward(self, inputs: Tensor, targets: Tensor) -> None:
-        raise ZeroDivisionError("what a pity\nand more")
-
-
-class NotInstalled(OpacusHooks):
-    package = "no_such_package_anywhere"
-
-
-@pytest.mark.parametrize(
-    ("method", "status", "note"),
-    [
-        (OutOfMemory, "OOM", ""),
-        (Broken, "failed", "ZeroDivisionError: what a pity"),
-        (NotInstalled, "missing", "the package no_such_package_anywhere cannot be imported"),
-    ],
-)
-def test_a_method_that_cannot_run_is_a_row_and_the_others_go_on(
-    step: Step, monkeypatch: pytest.MonkeyPatch, method: type[Method], status: str, note: str
-) -> None:
-    monkeypatch.setitem(METHODS, "opacus-hooks", method)
-    found = step("nonprivate,flash,opacus-hooks")
-    assert found.status == 0, found.printed
-    assert status in found.printed and note in found.printed
-    row = found.rows["opacus-hooks"]
-    assert (row.status, row.note, row.milliseconds) == (status, note, [])
-    assert len(found.rows["flash"].milliseconds) == 2
-    assert found.rows["flash"].norm_error is not None
 
 
 # -------------------------------------------------------------------------------- disagreement

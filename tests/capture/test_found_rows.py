@@ -193,34 +193,6 @@ def test_a_model_that_returns_its_loss_alone() -> None:
     refused(unused, (x,), r"(?s)ffn.*a sample's rows lie apart")
 
 
-class HooksItself(nn.Module):
-    """Hooks its layers in the first forward, and notes that it has, as models of transformers do
-    that return what their layers returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-        self.kept: list[Tensor] = []
-        self.is_hooked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked:
-            self.embed.register_forward_hook(lambda *given: self.kept.append(given[-1]))
-            self.is_hooked = True
-        self.kept.clear()
-        h = self.embed(x)
-        return self.head(h + torch.stack(self.kept).sum(0))
-
-
-def test_a_rehearsal_leaves_no_hooks() -> None:
-    torch.manual_seed(0)
-    check_by_autograd(HooksItself().double(), float64s(3, 3), squares)
-    model = HooksItself().double()
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, float64s(3, 3)).backward()
-    assert len(model.embed._forward_hooks) == 1
-
-
 @pytest.mark.parametrize("first", [1, 4])
 def test_samples_that_reach_each_other_behind_a_first_batch_of_one(first: int) -> None:
     """Equal ones show it beside an extreme one; a sample alone mixes with nobody."""

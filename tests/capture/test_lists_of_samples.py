@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.inputs import batched_inputs, list_of_samples
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
@@ -102,33 +101,6 @@ def test_one_tensor_a_sample_lengths_and_texts() -> None:
     check(Padded().double(), rows)
     x = pad_sequence(rows, batch_first=True)
     check(Spoken().double(), x, [2, 4, 3, 1], ["a", "list", "of", "texts"])
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ([torch.ones(2, 3), torch.ones(4, 3)], True),
-        ([torch.ones(2, 3), torch.ones(2, 1)], False),  # inputs with a row for each of two
-        ((torch.ones(2, 3), torch.ones(4, 4)), False),
-        (({"a": 1}, {"a": 2}), True),
-        ((3, 5), False),
-        ([torch.ones(2, 3), None], False),
-        ([1, 2, 3], False),
-    ],
-)
-def test_which_lists_have_an_entry_for_each_sample(value: Any, expected: bool) -> None:
-    assert list_of_samples(value, 2) is expected
-
-
-def test_what_says_how_many_samples_there_are() -> None:
-    def first(*args: Any) -> int:
-        return batched_inputs(args, {})[0].shape[0]
-
-    images = [torch.ones(3, 5, 5)] * B
-    assert first(images, boxes(1, 2, 3, 2)) == B
-    assert first([torch.ones(n, 3) for n in (1, 5)]) == 2
-    assert first([torch.ones(7, 3), torch.ones(7, 2)]) == 7  # two inputs of seven samples
-    assert first(torch.ones(7, 3), boxes(1, 2)) == 7
 
 
 class Graphs:

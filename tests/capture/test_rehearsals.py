@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.repeatable import without_dropout
 from tests.support.autograd import (
-    float64s,
     squares,
 )
 from tests.support.errors import raises
@@ -26,16 +25,6 @@ def test_rows_of_a_table_cost_no_table_per_sample(name: str) -> None:
     flash = GradSampleModuleFlashClipping(model)
     found = recorded_factors(flash, lambda: squares(flash, batch).backward())
     assert "EmbeddingGrad" in set().union(*found.values())
-
-
-def test_later_steps_are_not_rehearsed() -> None:
-    model = CASES["looked up"].make()[0]
-    runs: list[int] = []
-    model.head.register_forward_hook(lambda *_: runs.append(1))
-    flash = GradSampleModuleFlashClipping(model)
-    for shape in ((3, 5), (7, 5), (5, 7), (1, 5)):
-        squares(flash, float64s(*shape, 3)).backward()
-    assert len(runs) == 2 + 3 + 4  # and three whose outputs are compared
 
 
 class OtherKernels(nn.Module):

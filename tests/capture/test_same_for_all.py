@@ -270,20 +270,6 @@ def test_misuse_that_only_some_lengths_have(compiler: Any) -> None:
         squares(module, float64s(3, 7, 4)).backward()
 
 
-def test_it_does_not_leave_the_region(compiler: Any) -> None:
-    class Returning(Using):
-        def forward(self, x: Tensor) -> Any:
-            z = self.embed(torch.arange(x.shape[1])[None])
-            return self.last(torch.tanh(self.first(x)) + z), z
-
-    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return mean_squares(model(*batch)[0])
-
-    module = compiler(Returning(SERVED["mean"]).double())
-    with raises("FC710", match="the region returns what embed"):
-        loss(module, float64s(4, 5, 4))
-
-
 # -- models of Hugging Face ------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from flash_clipping import (
     FlashClippingError,
@@ -111,27 +111,6 @@ def test_copies_of_the_model_inside_are_plain(is_wrapper: bool, mode: str) -> No
             assert torch.equal(backward(twin), plain)
             assert torch.equal(backward(copy.deepcopy(twin)), plain)
         torch.testing.assert_close(backward(module), clipped)
-
-
-@pytest.mark.parametrize("of_wrapper", [True, False])
-def test_an_average_of_weights_follows_training(of_wrapper: bool) -> None:
-    private = GradSampleModuleFlashClipping(Scaled(), max_grad_norm=0.1)
-    followed = private if of_wrapper else private._module
-    average, x = AveragedModel(followed, multi_avg_fn=get_ema_multi_avg_fn(0.5)), torch.ones(2, 3)
-    weight, expected = private.linear.weight, None
-    for _ in range(3):
-        private(x).sum().backward()
-        with torch.no_grad():
-            weight -= weight.grad
-        private.zero_grad(set_to_none=True)
-        average.update_parameters(followed)
-        now = weight.detach().clone()
-        expected = now if expected is None else (expected + now) / 2
-    truth = Scaled()
-    truth.load_state_dict(private._module.state_dict() | {"linear.weight": expected})
-    average.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(average(x), truth(x))
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])

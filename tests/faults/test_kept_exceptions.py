@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture import refused_forwards
-from flash_clipping.finish.backward_pass import BackwardPass
 from tests.support.errors import raises
 from tests.support.faults import (
     VARIANTS,
@@ -26,11 +20,6 @@ from tests.support.faults import (
     state_after_one_step,
 )
 from tests.support.wrapping import MODES
-
-
-def passes_alive() -> list[BackwardPass]:
-    gc.collect()
-    return [found for found in gc.get_objects() if type(found) is BackwardPass]
 
 
 @pytest.mark.parametrize(
@@ -49,23 +38,6 @@ def test_fault_that_is_remembered(variant: str) -> None:
     assert fail_at_operators(options, places, remember=True, rehearsal=first - other) >= 13
 
 
-def raise_in_forward(trainer: Trainer) -> Any:
-    def fail(module: nn.Module, args: Any) -> None:
-        raise RuntimeError("injected")
-
-    return trainer.plain.head.register_forward_pre_hook(fail)
-
-
-def raise_in_backward(trainer: Trainer) -> Any:
-    def fail(grad: Tensor) -> None:
-        raise RuntimeError("injected")
-
-    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    return trainer.plain.block.norm2.register_forward_hook(watch)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_backward_that_is_captured_as_a_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays would read the addresses of the captured step."""
@@ -78,46 +50,6 @@ def test_a_backward_that_is_captured_as_a_graph(mode: str, monkeypatch: pytest.M
     trainer = Trainer(mode=mode)
     trainer.step(batch())
     assert_same_state(trainer.state(), state_after_one_step(mode=mode), "after a refusal")
-
-
-@pytest.mark.parametrize("fail", [raise_in_forward, raise_in_backward])
-@pytest.mark.parametrize("mode", MODES)
-def test_fault_in_a_hook_of_the_user(mode: str, fail: Callable[[Trainer], Any]) -> None:
-    trainer = Trainer(mode=mode)
-    handle = fail(trainer)
-    with pytest.raises(RuntimeError, match="injected"):
-        trainer.step(batch())
-    assert not passes_alive()
-    handle.remove()
-    trainer.step(batch())
-    assert_same_state(trainer.state(), state_after_one_step(mode=mode), fail.__name__)
-
-
-class SometimesFolded(nn.Module):
-    """Its layer is right at first; ``folded`` puts positions in front of samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.folded = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.folded:
-            return self.first(x)
-        rows = self.first(x).transpose(0, 1).flatten(0, 1)
-        rows = rows[torch.arange(len(rows)) * 5 % len(rows)]  # in an order of their own
-        return self.first(rows).unflatten(0, (x.shape[1], -1)).transpose(0, 1)
-
-
-def test_refusal_that_is_remembered() -> None:
-    module = GradSampleModuleFlashClipping(SometimesFolded())
-    module._module.folded = True
-    with raises("FC201", match=r"first \(Linear\)") as remembered:
-        module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()
-    module._module.folded = False
-    module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()
-    assert remembered.value is not None
-    assert all(param.grad is not None for param in module.parameters())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

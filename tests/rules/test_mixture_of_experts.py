@@ -189,25 +189,3 @@ def test_rows_that_cancel_are_in_the_bound(T: int, r: int) -> None:
         for b in range(2):
             released = factor.clipped_sum(torch.eye(2)[b], "auto").double().square().sum()
             assert released <= bound_B[b] * (1 + 1e-4), name
-
-
-def test_rule_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without values go through, but for the products."""
-
-    def shapes_only(x_Nd: Tensor, W_Epd: Tensor, segments: Any) -> Tensor:
-        return x_Nd.new_empty(len(x_Nd), W_Epd.shape[1])
-
-    def one_row_each(x_Nf: Tensor, segments: Any, choices: int, *_: Any) -> Tensor:
-        return x_Nf.new_empty(len(x_Nf) // choices, x_Nf.shape[1])
-
-    monkeypatch.setattr("flash_clipping.layers.routed_rows.grouped_linear", shapes_only)
-    monkeypatch.setattr("flash_clipping.layers.routed_rows.sums_of_tokens", one_row_each)
-    layer = MixtureOfExperts(6, 5, 4, rank=2, device="meta")
-    rule: Any = find_rule(layer)
-    x, w, G = (t.float().to("meta") for t in drawn(3, 5, 6, 2))
-    needs = GradRequest((True, False, True), frozenset(layer._names), "auto")
-    with torch.no_grad():
-        y, saved = rule.forward(layer, x, torch.zeros(3, 5, 2, dtype=torch.int64, device="meta"), w)
-        grads, factors = rule.backward(layer, saved, G, needs)
-    assert y.shape == grads[0].shape == x.shape and grads[2].shape == w.shape
-    assert {*factors} == {*layer._names}

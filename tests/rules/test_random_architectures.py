@@ -19,7 +19,6 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from tests.support.errors import raises
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.plans import Plan, RandomModel, batch_of, losses, plans
 from tests.support.profiles import PROFILE, profile
@@ -142,29 +141,3 @@ def test_random_architecture_of_units(layout: str) -> None:
 
 
 # -- found by the above, or beyond what it can draw -----------------------------------------------
-
-
-class OneBatchSize(nn.Module):
-    """Keeps something for every sample, and so runs on one batch size only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.state = nn.Linear(4, 4), torch.randn(5, 1, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(0.5 * x) + self.state
-
-
-class MeanOfOthers(OneBatchSize):
-    """Adds the mean of another input over the batch, which has a row for each sample as well."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.mix(x + (y * self.state[:, 0, :3]).mean())
-
-
-def test_an_input_with_a_row_for_each_sample_is_not_taken_for_a_constant() -> None:
-    """Though the model runs on fewer rows of the other input alone."""
-    torch.manual_seed(0)
-    flash = GradSampleModuleFlashClipping(MeanOfOthers().double(), loss_reduction="sum")
-    with raises("FC202", match="mix"):
-        flash(torch.randn(5, 4).double(), torch.randn(5, 3).double())

@@ -160,23 +160,6 @@ def test_time_first() -> None:
     assert why_refused(mixes, x, batch_first=False)
 
 
-@pytest.mark.parametrize("samples", [4, 6])
-def test_another_output_with_as_many_entries_as_a_batch_has_samples(samples: int) -> None:
-    """Scores of tokens for four experts: in a batch of four samples these are no samples."""
-
-    class Scored(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.router = nn.Linear(K, 3), nn.Linear(K, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            scores = self.router(x.flatten(0, 1))
-            return self.layer(x) * scores.softmax(1).amax(1).view(len(x), -1, 1), scores
-
-    table = table_of(Scored(), torch.randn(samples, T, K))
-    assert 0 in table.outputs and not table.unfit
-
-
 # -- nothing of the user's is changed --------------------------------------------------------------
 
 
@@ -286,18 +269,3 @@ def test_a_batch_that_does_not_fit_twice_is_looked_at_in_part(name: str) -> None
         with raises("FC210", match="output 0"):
             prove(flash, (x,), {}, audit=1)
     model.limited = False
-
-
-def test_a_model_that_runs_on_one_batch_only_is_not_shown_to_be_right() -> None:
-    x = torch.randn(B, T, K)
-
-    class Once(Around):
-        def forward(self, given: Tensor) -> Any:
-            if not torch.equal(given, x):
-                raise ValueError("another batch")
-            return super().forward(given)
-
-    flash = wrapped(Once(RIGHT["plain"]), x)
-    for audit in (0, 1):
-        table = prove(flash, (x,), {}, audit=audit)
-        assert not table.outputs and not table.unfit
