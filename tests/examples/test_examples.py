@@ -60,13 +60,6 @@ def test_current_layers(example, name):
         example.main([CPU, "--lora=4"])
 
 
-@pytest.mark.parametrize("name", ["language_model"])
-def test_current_layers_are_checked(example, name, capsys):
-    from flash_clipping.__main__ import main
-
-    assert main(["check", "language_model:subject", "--removals=2"]) == 0, capsys.readouterr().out
-
-
 def test_resume_without_checkpoint_says_so(example, name):
     with pytest.raises(SystemExit, match="no checkpoint at .*nowhere.pt"):
         example.main([*TINY[name], CPU, "--resume", "--checkpoint=nowhere.pt"])
