@@ -156,6 +156,25 @@ def test_a_model_that_runs_on_no_extreme_sample_is_looked_at_without() -> None:
         GradSampleModuleFlashClipping(model)(x).square().sum().backward()
 
 
+class Codes(nn.Module):
+    """Takes two columns for indices, and others' into account where they are close together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.few, self.last = nn.Embedding(20, K), nn.Embedding(7, K), nn.Linear(K, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        many, few = x.long().T
+        h = self.many(many) + self.few(few)
+        return self.last(h * 0.5 if (many - few).min() < 8 else h)
+
+
+def test_what_may_be_an_index_is_extreme_among_those_of_its_place() -> None:
+    x = torch.tensor([[14, 3.5], [16, 6.5], [11, 0.5], [12, 2.5]])
+    with raises("FC202", match="output 0: the outputs of a sample change"):
+        GradSampleModuleFlashClipping(Codes())(x).square().sum().backward()
+
+
 class Counts(nn.Module):
     """Takes numbers as such, and others' into account where one is far out."""
 
@@ -166,6 +185,12 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x.float())
         return self.last(h * 0.5 if h.detach().abs().max() > 30 else h)
+
+
+def test_floats_that_are_no_indices_are_extreme() -> None:
+    x = torch.randint(-5, 5, (B, K)).float()
+    with raises("FC202", match="output 0: the outputs of a sample change"):
+        GradSampleModuleFlashClipping(Counts())(x).square().sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -69,6 +69,29 @@ def test_a_finding_that_is_not_found_again_is_a_doubt(monkeypatch: pytest.Monkey
     assert len(rounds) == 6
 
 
+def test_two_runs_alone_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an audit finds in two runs, and all of the check does not, is rounding."""
+    rounds: list[bool] = []
+    own = oracle._round_of
+
+    def brief_is_wrong(subject: Any, how: Any) -> Table:
+        table = own(subject, how)
+        if how.brief:
+            table.unfit, table.outputs = {0: "rounding"}, ()
+        rounds.append(how.brief)
+        return table
+
+    monkeypatch.setattr(oracle, "_round_of", brief_is_wrong)
+    flash = GradSampleModuleFlashClipping(nn.Linear(K, 2), max_grad_norm=1.0)
+    for calls in (0, 64, 128):
+        flash._watch.gate.calls = calls
+        flash._watch.gate.next_audit = calls + 1
+        flash.zero_grad()
+        flash(torch.randn(B, K)).square().sum().backward()
+    assert rounds == [False, *[True, False, False, False] * 2]
+    assert flash._watch.gate._watched  # chance is made alike from then on
+
+
 def test_parameters_are_moved_in_their_own_dtype() -> None:
     """Autocast on a GPU computes ``torch.addr`` in 16 bits."""
     found: list[bool] = []
