@@ -154,38 +154,6 @@ class Reversible(nn.Module):
         return self.blocks[0][1](x[:, :3]) if self.tied else x
 
 
-class IntegralMethod(torch.autograd.Function):
-    """An integral whose backward asks its module for parameters, as ``UMNN`` does. It goes through
-    the graph of what it reads: the backward of an integral before it runs inside of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, net: nn.Module, flat: Tensor) -> Tensor:
-        ctx.net = net
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return sum(net(x * t) for t in (0.25, 0.5, 1.0)) * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            out = sum(ctx.net(x * t) for t in (0.25, 0.5, 1.0)) * x
-            grads = torch.autograd.grad(out, [x, *ctx.net.parameters()], grad, create_graph=True)
-        return grads[0].detach(), None, torch.cat([g.detach().flatten() for g in grads[1:]])
-
-
-class Integral(nn.Module):
-    def __init__(self, count: int = 1) -> None:
-        super().__init__()
-        self.first, self.nets = nn.Linear(D, D), nn.ModuleList([mlp() for _ in range(count)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for net in self.nets:
-            h = IntegralMethod.apply(h, net, torch.cat([p.flatten() for p in net.parameters()]))
-        return h
-
-
 class Elsewhere:
     found: Any = None
 
@@ -223,21 +191,6 @@ class ReadsInBackward(nn.Module):
             lambda saved: saved * self.scale if self.how == "saved" else saved,
         ):
             return self.head(h).tanh()
-
-
-class CheckpointedTwice(nn.Module):
-    """Re-entrant checkpoints of one layer, inside of each other, that read an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.shift = x.detach().sum(1, keepdim=True)
-        inner = lambda y: (self.middle(y) + self.shift).tanh()  # noqa: E731
-        outer = lambda y: checkpoint(inner, self.middle(y), use_reentrant=True)  # noqa: E731
-        h = checkpoint(outer, self.first(x), use_reentrant=True)
-        return checkpoint(inner, h, use_reentrant=True)
 
 
 def squares(model: Any, rows: Sequence[int]) -> Tensor:
@@ -296,9 +249,6 @@ NESTED: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "reversible twins": (Reversible, twins),
     "reversible alone": (lambda: Reversible(alone=True), of_inputs),
     "reversible tied": (lambda: Reversible(tied=True), squares),
-    "integral": (Integral, squares),
-    "integrals": (lambda: Integral(3), squares),
-    "checkpoints": (CheckpointedTwice, squares),
     "attributes in a hook": (lambda: ReadsInBackward("hook"), squares),
     "attributes in a hook of a module": (lambda: ReadsInBackward("hook of a module"), squares),
     "attributes in a checkpoint": (lambda: ReadsInBackward("checkpoint"), squares),
