@@ -2,8 +2,8 @@
 
 What the root module returns is cut off from the model's own graph. When the gradient of the root's
 outputs arrives, that graph is walked twice: the first time factors are reduced to norms and
-dropped, layer by layer, the second time to clipped sums. The loss may be anything, as both walks
-start from the same output gradients.
+dropped, those of a few layers at a time, the second time to clipped sums. The loss may be anything,
+as both walks start from the same output gradients.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -30,7 +30,12 @@ from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import BackwardPass, Readers
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
+from flash_clipping.ops.clipped_sum import AT_ONCE
 from flash_clipping.ops.runtime.checks import check_on_device
+
+#: Factors of fewer elements than this, or than this part of all parameters, are handled together:
+#: each alone takes the host longer than the device, and all of a block's are there at once anyway.
+HELD, PART_HELD = AT_ONCE, 4
 
 #: By how much squared norms of two walks may differ, of wide and of narrow parameters: kernels
 #: that add up in any order round otherwise each time.
@@ -113,7 +118,7 @@ class _Call:
 
 
 class TwoWalks(BackwardPass):
-    """The first walk reduces factors to norms and drops them, layer by layer; the second, once
+    """The first walk reduces factors to norms and drops them, a few at a time; the second, once
     coefficients are known, to clipped sums. Factors of parameters that are used several times are
     kept until all of a walk's are there: a sample's uses are one gradient.
 
@@ -130,27 +135,37 @@ class TwoWalks(BackwardPass):
         self._session = session
         self.walked: list[_Call] = []
         self._walks = False
+        #: How often each parameter was used in forward, by its ``id``.
+        self.uses: Counter[int] = Counter()
         #: Squared norms of factors that were dropped, and what rounding may hide of them.
         self._blocks: Blocks = []
         self._doubts: Blocks = []
-        #: How many gradients of each parameter, by its ``id``, make one factor of a walk: uses in
-        #: forward, where that is one; in the second walk, those of the first. Others wait for all.
-        self.uses: Counter[int] = Counter()
+        #: How many uses of a parameter were measured as one gradient; and those that came in the
+        #: second walk, until all have.
         self.together: Counter[int] = Counter()
         self._awaiting: dict[int, list[PerSampleGrad]] = {}
-        #: Squared norms ``[B]`` of what the coefficients leave of each sample, as they came in the
-        #: second walk.
+        #: By parameters' ``id``: these, and factors that are handled next; and of how many elements
+        #: they may be, less those that are there.
+        self._held: dict[int, tuple[nn.Parameter, PerSampleGrad]] = {}
+        elements = sum(param.numel() for param in session.options.trainable())
+        self._most = self._room = max(HELD, elements // PART_HELD)
+        #: Squared norms ``[B]`` of what the coefficients leave of each sample, as they were
+        #: measured, and as they came in the second walk.
+        self.measured_B: Tensor | None = None
         self.released_B: Tensor | None = None
 
     # -- the walks ----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Walk the calls of the root that the outer backward has reached: norms over all of them,
-        then clipped gradients."""
-        walked, self.walked = self.walked, []
-        if not walked:
+        """Walk the calls of the root that the outer backward has reached."""
+        if self.walked:
+            self.walk()
+        else:
             super().finish()
-            return
+
+    def walk(self) -> None:
+        """Norms over all calls of the root, then clipped gradients."""
+        walked, self.walked = self.walked, []
         self.uses = self._session.uses()
         devices = [*{param.device for param in self.session.options.trainable() if param.is_cuda}]
         if devices and is_current_stream_capturing():
@@ -162,15 +177,17 @@ class TwoWalks(BackwardPass):
                 with generators_put_back(devices):
                     for call in walked:
                         self._walk(call, last=False)
+                    self._handle_held()
                 self.put_back()
                 self.take_norms()
-                measured_B = self._add_left(None, self._blocks)
+                self.measured_B = self._add_left(None, self._blocks)
                 self.forget()
                 self.stand_in()
                 for call in walked:
                     self._walk(call, last=True)
+                self._handle_held()
                 self.put_back()
-                self._check_release(measured_B)
+                self.check_release()
                 self.add_clipped_sums()
             done = True
         finally:
@@ -193,38 +210,32 @@ class TwoWalks(BackwardPass):
         factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
-        """Take the norms of what comes, or its clipped sum.
-
-        Raises:
-            FlashClippingError: it came past the model's outputs.
-        """
-        if not self._walks:
-            self.session.end_backward(norms_taken=False)  # somebody may keep these frames
-            raise FlashClippingError(
-                f"FC414 {path}: mode='two_pass' got a gradient past the model's outputs: the loss "
-                "uses a tensor that the model kept on a module or returned inside a function or a "
-                "set, or this layer was called alone. Return the tensor, in a tuple, list, dict or "
-                "dataclass; or use mode='one_pass'."
-            )
+        """Take the norms of what comes, or its clipped sum."""
+        self._check_walks(path)
         if self.units is not None:
             factors = self._of_units(self.units, path, params, factors)
-        complete: dict[nn.Parameter, PerSampleGrad] = {}
         for param, factor in zip(params, factors, strict=True):
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)
-            if self.coef is None:
-                whole = self._measured(path, param, factor)
+            if self.coef is not None:
+                self._release(param, factor)
             else:
-                whole = self._released(param, factor)
-            if whole is not None:
-                complete[param] = whole
-        if complete:
-            self._take(complete)
+                self._measure(path, param, factor)
 
-    def _measured(
-        self, path: str, param: nn.Parameter, factor: PerSampleGrad
-    ) -> PerSampleGrad | None:
-        """The first walk: a factor, or none where it is kept until all of its kind are there.
+    def _check_walks(self, path: str) -> None:
+        """Refuse gradients that came past the model's outputs."""
+        if self._walks:
+            return
+        self.session.end_backward(norms_taken=False)  # somebody may keep these frames
+        raise FlashClippingError(
+            f"FC414 {path}: mode='two_pass' got a gradient past the model's outputs: the loss uses "
+            "a tensor that the model kept on a module or returned inside a function or a set, or "
+            "this layer was called alone. Return the tensor, in a tuple, list, dict or dataclass; "
+            "or use mode='one_pass'."
+        )
+
+    def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """The first walk: take the norms of a factor, or keep it until all of its kind are there.
 
         Raises:
             FlashClippingError: a second gradient of a parameter that was used once.
@@ -238,9 +249,9 @@ class TwoWalks(BackwardPass):
             )
         if self.uses[key] != 1:
             self._keep(path, param, factor)
-            return None
+            return
         self.paths[key] = path
-        return factor
+        self._hold(param, factor)
 
     def _keep(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
         """The first walk: measure this as a part of one gradient."""
@@ -249,24 +260,40 @@ class TwoWalks(BackwardPass):
         self.used.append([param])
         self.factors.append(factor)
 
-    def _released(self, param: nn.Parameter, factor: PerSampleGrad) -> PerSampleGrad | None:
-        """The second walk: what was measured. Several uses were measured as one gradient, whose
-        roundings are not those of each use alone."""
-        uses = self._awaiting.setdefault(id(param), [])
+    def _release(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """The second walk: release what was measured. Several uses were measured as one gradient,
+        whose roundings are not those of each use alone."""
+        key = id(param)
+        uses = self._awaiting.setdefault(key, [])
         uses.append(factor)
-        complete = len(uses) >= self.together[id(param)]
-        return merge(self._awaiting.pop(id(param))) if complete else None
+        if len(uses) >= self.together[key]:
+            del self._awaiting[key]
+            self._hold(param, merge(uses))
 
-    def _take(self, found: dict[nn.Parameter, PerSampleGrad]) -> None:
-        """Take norms of these factors, and in the second walk their clipped sums."""
-        params, plans = [*found], self.session.calls.plans
-        factors = {id(param): factor for param, factor in found.items()}
+    def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """Let a factor wait for others."""
+        if id(param) in self._held:
+            self._handle_held()
+        self._held[id(param)] = param, factor
+        sizes = [x.numel() for x in factor.operands() if isinstance(x, Tensor)]
+        self._room -= sum(sizes) if sizes else self._most + 1  # it does not say what it holds
+        if self._room < 0:
+            self._handle_held()
+
+    def _handle_held(self) -> None:
+        """Take norms of the factors that wait, and in the second walk their clipped sums."""
+        params, plans = [param for param, _ in self._held.values()], self.session.calls.plans
+        factors = {key: factor for key, (_, factor) in self._held.items()}
+        self._held, self._room = {}, self._most
+        if not factors:
+            return
         layout = layout_of_step([*factors], [*factors.values()], params, self.backend)
         if (plan := plans.find(layout)) is None:
             plan = plan_of(factors, params, {key: self.paths.get(key, "") for key in factors})
             plans.keep(layout, plan)
         del layout
         groups = GroupedFactors(self.backend, factors, plan)
+        factors.clear()
         blocks, doubts = groups.sqnorms(plan)
         if self.coef is None:
             self._blocks += blocks
@@ -290,17 +317,17 @@ class TwoWalks(BackwardPass):
             total_B = left_B if total_B is None else total_B.to(left_B.device) + left_B
         return total_B
 
-    def _check_release(self, measured_B: Tensor | None) -> None:
-        """Refuse a second walk whose gradients are larger than the first's were.
+    def check_release(self) -> None:
+        """Refuse a second walk whose gradients are larger than the first's.
 
         Raises:
             FlashClippingError: they are. On a device this comes later.
         """
-        released_B = self.released_B
-        if released_B is None or measured_B is None:
+        if self.released_B is None or self.measured_B is None:
             return
+        released_B = self.released_B
         narrow = any(param.dtype.itemsize < 4 for param in self.params.values())
-        most_B = (1 + (AGAIN_LOW if narrow else AGAIN)) * measured_B.to(released_B)
+        most_B = (1 + (AGAIN_LOW if narrow else AGAIN)) * self.measured_B.to(released_B)
         try:
             check_on_device((released_B <= most_B).all(), _ANOTHER_WALK)
         except FlashClippingError:
@@ -312,8 +339,10 @@ class TwoWalks(BackwardPass):
 
     def forget(self) -> None:
         super().forget()
-        for held in (self._awaiting, self._blocks, self._doubts):
-            held.clear()
+        self._held.clear()
+        self._awaiting.clear()
+        self._blocks.clear()
+        self._doubts.clear()
 
     def _sqnorms(self, plan: Plan) -> tuple[Blocks, Blocks]:
         """And those that were taken in the first walk."""

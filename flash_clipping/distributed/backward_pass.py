@@ -102,6 +102,7 @@ class ShardedTwoWalks(ShardedBackwardPass, TwoWalks):
         readers: Readers | None = None,
     ) -> None:
         super().record(path, params, factors, readers)
+        self._handle_held()  # other processes wait for what is complete
         self._send_complete(params)
 
     def _send_complete(self, params: Sequence[nn.Parameter]) -> None:

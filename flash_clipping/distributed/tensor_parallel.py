@@ -478,13 +478,11 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
 class TensorParallelTwoWalks(TensorParallelBackwardPass, ShardedTwoWalks):
     """Norms of a gradient of which processes have terms are taken once all of these are there."""
 
-    def _measured(
-        self, path: str, param: nn.Parameter, factor: PerSampleGrad
-    ) -> PerSampleGrad | None:
-        if not self._is_term(id(param)):
-            return super()._measured(path, param, factor)
-        self._keep(path, param, DenseGrad(factor.dense()))
-        return None
+    def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        if self._is_term(id(param)):
+            self._keep(path, param, DenseGrad(factor.dense()))
+        else:
+            super()._measure(path, param, factor)
 
     def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
         """Not before the terms of other processes are there."""

@@ -103,7 +103,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             ``clipping="per_layer"``.
         kernels: what computes (:class:`~flash_clipping.Kernels`).
         mode: ``"one_pass"`` keeps every layer's input and output gradient until the coefficients
-            are known. ``"two_pass"`` keeps one and runs backward twice: for models under
+            are known. ``"two_pass"`` keeps a few and runs backward twice: for models under
             activation checkpointing that would not fit otherwise. ``"one_by_one"`` runs the model
             once for each sample: exact for every model, second derivatives included, and slower
             (:mod:`flash_clipping.one_by_one`).

@@ -76,7 +76,7 @@ class Layout(NamedTuple):
 class Plans:
     """The plans that were used last, by layout."""
 
-    #: Poisson batches come in some 64 sizes; ``two_pass`` has a plan for each layer.
+    #: Poisson batches come in some 64 sizes; ``two_pass`` has a plan for each few layers.
     SIZE = 256
 
     def __init__(self) -> None:
