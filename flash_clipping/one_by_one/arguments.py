@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from flash_clipping.capture.inputs import (
@@ -81,8 +82,7 @@ class Batch:
         """The arguments with these rows alone, and copies of what is not cut."""
         self.made, self._copied = [], copied
         found = {name: cut(rows) for name, cut in self._cuts.items()}
-        args = tuple([found.pop(f"argument {n}") for n in range(self._positional)])
-        return args, found
+        return tuple([found.pop(f"argument {n}") for n in range(self._positional)]), found
 
     def left(self, first: int) -> dict[tuple[int, Any], Any]:
         """What requires grad, and a forward has put into the dicts and lists that were made for it:
@@ -142,7 +142,8 @@ class Batch:
             return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
         parts = parts_of(name, leaf) if depth else {}
         if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
-            return lambda rows: self._noted(leaf, self._copied(leaf))
+            is_shared = isinstance(leaf, nn.Module) or inspect.isroutine(leaf)
+            return lambda rows: leaf if is_shared else self._noted(leaf, self._copied(leaf))
         cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
         return lambda rows: self._noted(
             leaf, rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
@@ -221,9 +222,8 @@ def _leaves(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, An
 
 def _is_array(value: Any) -> bool:
     """Whether it is a tensor, or an array of NumPy."""
-    return isinstance(value, Tensor) or (
-        type(value).__module__ == "numpy" and hasattr(value, "ndim")
-    )
+    is_numpy = type(value).__module__ == "numpy"
+    return isinstance(value, Tensor) or (is_numpy and hasattr(value, "ndim"))
 
 
 def _is_graphs(leaf: Any) -> bool:
@@ -301,8 +301,8 @@ class Joined:
         """Whether lists have an entry for each row, and not a tensor with such rows."""
         if [*map(len, values)] != self._counts:
             return False
-        pairs = zip(values, self._counts, strict=True)
-        return not all(self._has_rows(x, n) for value, n in pairs for x in tensors_in(value))
+        pairs = [(x, n) for v, n in zip(values, self._counts, strict=True) for x in tensors_in(v)]
+        return not all(self._has_rows(x, n) for x, n in pairs)
 
     def _has_rows(self, x: Tensor, count: int) -> bool:
         return x.dim() > self._axis and x.shape[self._axis] == count

@@ -990,6 +990,18 @@ def test_an_object_that_cannot_be_copied_is_refused_until_samples_may_share_it()
             assert wrapped(X).shape == (B, 2)
 
 
+def test_modules_and_methods_among_arguments_are_themselves() -> None:
+    found: list[Any] = []
+    teacher, recorder = mlp(2).requires_grad_(False), Recorder()
+
+    def use(m: Any, x: Tensor, given: Any, tell: Any) -> Tensor:
+        found.append((given, tell.__self__))
+        return m.net(x)
+
+    wrap(Holder(use, net=mlp(2)).double())(X, teacher, recorder.hook)
+    assert all(given is teacher and owner is recorder for given, owner in found)
+
+
 def test_a_module_with_slots_is_refused() -> None:
     made = type("Slotted", (Net,), {"__slots__": ("seen",)})
     with raises("FC185", match="Slotted with __slots__"):
