@@ -6,20 +6,9 @@ have. There a sample takes part in one of ``t`` steps, nobody knows which.
 
 With the sample the outputs of a round of ``t`` steps are, at worst, ``P``: standard Gaussian noise
 times the noise multiplier ``s``, and 1 added in one place that is uniformly random. Without it they
-are ``Q``, the noise. (Whatever a step's gradient depends on, it is what somebody who sees ``P`` or
-``Q`` can make of it: turned into the gradient's direction, and diluted by noise where its norm is
-below the bound; Choquette-Choo et al. 2024, arXiv 2410.06266; Chua et al. 2024, arXiv 2412.16802;
-Feldman and Shenfeld 2025, arXiv 2502.08202.) Their ratio is a mean of ``t`` independent lognormals,
-
-    P / Q = S = (1/t) sum_i U_i,    U_i = exp((x_i - 1/2) / s^2),    x_i ~ N(0, s^2) under Q,
-
-and both directions of ``delta(epsilon)`` are expectations of a *convex* function of it under
-``Q``: ``max(S - e^epsilon, 0)`` where the sample is removed, ``max(1 - e^epsilon S, 0)`` where it
-is added. A value that goes to two neighbours on a grid, such that its mean is kept, makes both
-larger, never smaller; sums keep that order. The grid is one of ``log S``, and a mean of two values
-``e^{ih}`` and ``e^{jh}`` is ``e^{ih}`` times something that depends on ``j - i`` only: ``t``
-summands need ``2 log2 t`` sums over all pairs of grid points. Every product is positive, so that
-small probabilities are as precise as large ones. What lies beyond the ends is an infinite loss.
+are ``Q``, the noise. Their ratio is a mean of ``t`` independent lognormals, ``S``, whose
+distribution is computed on a grid of ``log S``. Losses beyond the ends are infinite.
+``docs/sampling.md`` says why ε from it is an upper bound.
 
 Shape suffixes: ``K`` points of a grid.
 """

@@ -2,19 +2,9 @@
 
 N rows, s entries of an axis, w = min(k, s) best entries of an axis, c candidates, k choices.
 
-The best k experts are looked for among few candidates. Call *before* the order of experts: the
-greater sum first, of equal sums the smaller index ``ix · s + iy``. Let an axis be in the order of
-its logits, the greater first, of equal ones the smaller entry first, and let an expert have rank a
-on axis x and b on axis y, counted from 0.
-
-    Every other expert with ranks a' <= a and b' <= b comes before it. Neither of its logits is
-    smaller. If one is greater, its sum is greater. If both are equal, its sum is equal, and as ties
-    on an axis go to the smaller entry, ix' <= ix and iy' <= iy, so its index is smaller.
-
-There are (a + 1)(b + 1) - 1 of these, so only an expert with (a + 1)(b + 1) <= k can be among the
-first k: about k ln k of them, none with a rank of k or more. The proof needs both that axes break
-ties by the entry, and that a greater logit makes a greater sum. A rounded sum need not be greater.
-So sums are compared as if they were not rounded, by a rounded sum and what it lacks.
+The best k experts are among the pairs of ranks with ``(a + 1)(b + 1) <= k``, if axes break ties by
+the entry, and a greater logit makes a greater sum (``docs/product-key-router.md`` has the proof). A
+rounded sum need not be greater: sums are compared by a rounded sum and what it lacks.
 """
 
 from __future__ import annotations
