@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -10,16 +9,12 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import is_autocasting
 from flash_clipping.errors import FlashClippingError, NotServed, module_at
-from flash_clipping.factors import DenseGrad, SumGrad
-from flash_clipping.rules.linear import LinearRule, has_quantized_weight
+from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import (
     GradRequest,
     Grads,
-    Rule,
-    as_BTd,
     autocast_operands,
     kinds_of,
-    register_family,
     register_rule,
 )
 
@@ -61,35 +56,6 @@ class Float8LinearRule(LinearRule):
         )
         product = matmul_with_hp_or_float8_args.apply
         return product(grad_output, weight, products, settings), factors
-
-
-@register_family(lambda layer: isinstance(layer, nn.Linear) and has_quantized_weight(layer))
-class QuantizedLinearRule(Rule):
-    """A linear layer whose frozen weight is kept in fewer bits: its bias is all that is trained.
-
-    The layer's own forward runs under autograd, with the bias as a constant. The rule stands behind
-    it, where the bias's gradient is that of the output.
-    """
-
-    def call(
-        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        bias = layer._parameters["bias"]
-        layer._parameters["bias"] = bias.detach()
-        try:
-            output = type(layer).forward(layer, *args, **kwargs)
-        finally:
-            layer._parameters["bias"] = bias
-        return tapped(output)
-
-    def works_by_position(self, layer: Any) -> bool:
-        return True
-
-    def forward(self, layer: Any, y: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return y.clone(), ()
-
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        return grad_output, {"bias": DenseGrad(SumGrad(as_BTd(grad_output)).dense())}
 
 
 def refuse_rounding(path: str, module: nn.Module) -> None:
