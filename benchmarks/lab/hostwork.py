@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import os
 import statistics
@@ -24,7 +25,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -75,16 +75,16 @@ def _named(name: str) -> Model:
 #: Small models with as many layers as those that they are named after, or half of them; and a wide
 #: one, whose kernels are counted: attention, then convolutions up to the image's size.
 MODELS: dict[str, Callable[[], Model]] = {
-    "bert": partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
-    "smollm": partial(
+    "bert": functools.partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
+    "smollm": functools.partial(
         _kind, "LlamaForCausalLM", text(), num_hidden_layers=12, tie_word_embeddings=True
     ),
-    "t5": partial(
+    "t5": functools.partial(
         _kind, "T5ForConditionalGeneration", text_to_text(), num_layers=6, num_decoder_layers=6
     ),
-    "qwen3-moe": partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
-    "wrn": partial(_named, "wrn-tiny"),
-    "dpt": partial(
+    "qwen3-moe": functools.partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
+    "wrn": functools.partial(_named, "wrn-tiny"),
+    "dpt": functools.partial(
         _kind,
         "DPTForDepthEstimation",
         image(112),
@@ -142,9 +142,12 @@ def no_kernels() -> Iterator[None]:
     """Let operations go the way of Triton, whose launches do nothing but look for a kernel."""
     names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
     with mock.patch.dict(os.environ, names):
-        from flash_clipping.ops.runtime import tiles
+        from flash_clipping.ops.runtime import backend, tiles
 
-        with mock.patch.object(tiles, "_found", _NoKernels()):
+        with (
+            mock.patch.object(backend, "_resolved", functools.cache(backend._resolved.__wrapped__)),
+            mock.patch.object(tiles, "_found", _NoKernels()),
+        ):
             yield
 
 

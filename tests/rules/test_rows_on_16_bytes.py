@@ -46,6 +46,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     for place in (linear, wires):
         monkeypatch.setattr(place, "on_16_bytes", noted)
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(backend, "_resolved", backend._resolved.__wrapped__)  # read once
     monkeypatch.setattr(tables, "WORTH_A_COPY", 1)
     return made
 
