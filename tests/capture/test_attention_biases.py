@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proxies.parameter_proxy import TableRows
@@ -116,3 +117,78 @@ def test_mask_with_a_row_for_each_sample_later_is_exact(fused: bool, mode: str) 
             flash(x).square().sum((1, 2)).mean().backward()
         check_truth(flash, model, truth, 1.0, 1e-9)
         assert spy.call_count == 1 + (mode == "two_pass")
+
+
+class Met(nn.Module):
+    """Samples ``[B, B, 4]`` that meet a bias and a constant, which has one row at first, and the
+    same for each of ``B`` samples, or positions, from some step on.
+
+    Args:
+        use: what is made of the module, samples and the constant.
+    """
+
+    def __init__(self, use: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.map, self.net = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.bias, self.number = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(()))
+        self.register_buffer("table", torch.randn(1, 4))
+        self.use, self.expands = use, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        table: Any = self.table
+        table = table.expand(B, 4) if self.expands else table
+        return torch.tanh(self.use(self, torch.tanh(self.map(x)), table))
+
+
+def changed(m: Any, x: Tensor, table: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    """A bias for each sample, made of a table, once something was done to it."""
+    bias = m.bias + table
+    change(bias)
+    return (x + m.number * m.net(x)) * bias[:, None] + bias[:, None]
+
+
+def apart(bias: Tensor) -> Tensor:
+    """A number for each row."""
+    return torch.arange(len(bias))[:, None]
+
+
+def met_as_changed(m: Any, x: Tensor, table: Tensor) -> Tensor:
+    """A bias for each sample, of which one row is written, added to samples as it is."""
+    bias = m.bias[None] + table[:, None]
+    bias[0].mul_(2)
+    return m.net(x) * m.number + bias
+
+
+MEETINGS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "one row is written, and all are added": met_as_changed,
+    "one row is written": lambda m, x, c: changed(m, x, c, lambda bias: bias[0].mul_(2)),
+    "rows are filled": lambda m, x, c: changed(
+        m, x, c, lambda bias: bias.masked_fill_(apart(bias) > 1, 0.5)
+    ),
+    "rows are added up": lambda m, x, c: m.net(x) * m.number + (m.bias + c).cumsum(0)[:, None],
+    "as many positions as samples": lambda m, x, c: m.net(x[:, :1]) * m.number + (m.bias + c),
+    "a layer reads positions": lambda m, x, c: x * m.number + m.net(m.bias + c),
+    "positions in where": lambda m, x, c: (
+        torch.where(x[:, :1] > 0, m.bias + c, m.net(x[:, :1])) * m.number
+    ),
+    "numbers": lambda m, x, c: m.net(x) * (m.number + c.new_ones(())) + m.bias,
+}
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_rows_that_are_the_same_only_as_they_are_made_are_exact(meeting: str) -> None:
+    """What is expanded may be changed in some rows afterwards, and positions be as many as samples.
+
+    Rows that are taken for one then have norms of no sample, or outputs of another shape.
+    """
+    torch.manual_seed(0)
+    model, x = Met(MEETINGS[meeting]).double(), torch.randn(B, B, 4).double()
+    plain = copy.deepcopy(model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(x).square().sum((1, 2)).mean().backward()
+    model.expands = plain.expands = True
+    truth = truth_of_one_forward(plain(x).square().sum((1, 2)), plain)
+    for _ in range(2):
+        flash.zero_grad()
+        flash(x).square().sum((1, 2)).mean().backward()
+        check_truth(flash, model, truth, 1.0, 1e-9)

@@ -177,6 +177,33 @@ def test_rms_norms_are_known_by_what_they_compute() -> None:
         assert find_rule(lacking) is None
 
 
+class Counted(Foreign):
+    """Computes what its class says now."""
+
+    times, forwards = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).forwards += 1
+        return super().forward(x) * self.times
+
+
+def test_rms_norms_of_one_class_are_tried_once_for_each_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(4, 6)
+    plain = nn.Sequential(*[Counted(6) for _ in range(3)])
+    tried = []
+    for times in (1.0, 2.0, 1.0):
+        monkeypatch.setattr(Counted, "times", times)
+        expected, before = plain(x), Counted.forwards
+        flash = GradSampleModuleFlashClipping(plain)
+        tried.append(Counted.forwards - before)
+        with torch.no_grad():
+            assert torch.allclose(flash(x), expected)
+        flash.to_standard_module()
+    assert tried == [6, 2, 6]  # once for all; no RMS norm after its first input, plus 0 and plus 1
+
+
 class OverAllAxes(Foreign):
     def forward(self, x: Tensor) -> Tensor:
         variance = x.square().mean([*range(1, x.dim())], keepdim=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -268,6 +269,21 @@ def test_what_must_come_whole_is_refused() -> None:
     for size in (0, True, 1.5, "all"):
         with raises("FC302", ValueError, match=r"max_physical_batch_size: found .*\n.*=\"auto\""):
             MicroBatches(Training().optimizer, max_physical_batch_size=size)
+
+
+def test_parts_of_another_are_no_batches() -> None:
+    training = Training()
+    micro_batches = MicroBatches(training.optimizer)
+    manager = BatchMemoryManager(
+        data_loader=training.loader, max_physical_batch_size=4, optimizer=training.optimizer
+    )
+    with (
+        manager as parts,
+        raises("FC547"),
+    ):
+        for x, y in parts:
+            micro_batches(training.backward, x, y)
+    assert training.engine.accountant.history == []
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
