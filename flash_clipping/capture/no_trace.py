@@ -149,19 +149,13 @@ def _refill(container: Any, content: list[Any]) -> None:
     now = _content(container)
     if len(now) == len(content) and all(map(operator.is_, now, content)):
         return
+    base = _base_of(container)
+    base.clear(container)
     if isinstance(container, dict):
-        base = _base_of(container)
-        base.clear(container)
         for key, value in zip(content[::2], content[1::2], strict=True):
             base.__setitem__(container, key, value)
-    elif isinstance(container, list):
-        list.__setitem__(container, slice(None), content)
-    elif isinstance(container, set):
-        set.clear(container)
-        set.update(container, content)
     else:
-        deque.clear(container)
-        deque.extend(container, content)
+        (base.update if base is set else base.extend)(container, content)
 
 
 @contextlib.contextmanager
