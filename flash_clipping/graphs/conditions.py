@@ -65,8 +65,8 @@ def key_of(
         *map(id, modules),
         *[_Same(kind.forward) for kind in kinds],
         *[_settings(module) for module in modules],
-        *[(id(p), p.requires_grad, _place(p)) for p in _own(modules, "_parameters")],
-        *[_place(buffer) for buffer in _own(modules, "_buffers")],
+        *[(id(p), p.requires_grad, _place(p)) for p in own_tensors(modules, "_parameters")],
+        *[_place(buffer) for buffer in own_tensors(modules, "_buffers")],
     )
     padded = tuple(wrapped._session.rows.padding.rows for wrapped in models)
     layout = (str(structure), padded, *map(_layout, leaves))
@@ -89,11 +89,11 @@ def hooks_of(modules: Sequence[nn.Module]) -> Hashable:
     return (
         *chain.from_iterable(global_hooks()),
         *[tuple(chain.from_iterable(hooks_of_module(module))) for module in modules],
-        *[tuple(hooks_of_parameter(param) or ()) for param in _own(modules, "_parameters")],
+        *[tuple(hooks_of_parameter(param) or ()) for param in own_tensors(modules, "_parameters")],
     )
 
 
-def _own(modules: Sequence[nn.Module], kind: str) -> list[Tensor]:
+def own_tensors(modules: Sequence[nn.Module], kind: str) -> list[Tensor]:
     """Their parameters, or buffers, module by module."""
     return [x for module in modules for x in getattr(module, kind).values() if x is not None]
 

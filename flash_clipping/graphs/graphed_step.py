@@ -43,6 +43,7 @@ from flash_clipping.graphs.conditions import (
     are_odd,
     key_of,
     may_be_nobody,
+    own_tensors,
     refuse,
     rehearse,
 )
@@ -84,8 +85,7 @@ class Call:
     """A call that a graph may be for.
 
     Attributes:
-        args, kwargs, leaves, structure, tensors: its arguments, as they are and flat, and the
-            tensors among them.
+        args, kwargs, tensors: its arguments, and the tensors among them.
         modules, models: of the model, and those of them that are private.
         key: what a graph for it is found by.
         uses: of the last calls with this key, while they run as they are.
@@ -93,8 +93,6 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: list[Any]
-    structure: pytree.TreeSpec
     tensors: list[Tensor]
     modules: list[nn.Module]
     models: list[GradSampleHooksFlashClipping]
@@ -266,7 +264,7 @@ class GraphedStep:
         if may_be_nobody(tensors, models):
             return None
         key = key_of(leaves, structure, modules, models, device)
-        return Call(args, kwargs, leaves, structure, tensors, modules, models, device, key, [])
+        return Call(args, kwargs, tensors, modules, models, device, key, [])
 
     def _is_audited(self, call: Call) -> bool:
         """Whether an audit of the call is due."""
@@ -275,10 +273,7 @@ class GraphedStep:
     def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""
         of_model = {
-            tensor.device
-            for module in modules
-            for tensor in chain(module._parameters.values(), module._buffers.values())
-            if tensor is not None
+            x.device for kind in ("_parameters", "_buffers") for x in own_tensors(modules, kind)
         }
         if not any(device.type == "cuda" for device in of_model):
             return None
@@ -382,10 +377,10 @@ class GraphedStep:
 
     def _capture(self, call: Call) -> Graph:
         """Record a graph, which gets the gradients; nothing else changes."""
-        fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in call.leaves]
-        inputs = [x for x in fixed if isinstance(x, Tensor)]
+        given = call.args, call.kwargs
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), given)
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         graph = Graph(call.device, call.modules, inputs, call.uses[-1])
-        args, kwargs = pytree.tree_unflatten(fixed, call.structure)
         parts = self._parts(graph, partial(self.step, *args, **kwargs))
         if self._autograd_is_held():
             refuse("keeps autograd's graph of a call. Keep loss.detach()")
