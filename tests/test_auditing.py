@@ -123,4 +123,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["lower_bound"] > 3
     (tmp_path / "scores.json").write_text(json.dumps({"scores": [1.0]}))
     assert main(asked) == 2
-    assert "missing key 'included', 'epsilon', 'delta';" in capsys.readouterr().err
+    assert "FC932 missing key 'included', 'epsilon', 'delta';" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import flash_clipping
 from flash_clipping.__main__ import main
@@ -266,13 +265,6 @@ def test_what_cannot_be_used_has_status_two(
     assert status == 2
     error = capsys.readouterr().err
     assert f"flash-clipping {arguments.split()[0]}: " in error and "Traceback" not in error
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_devices_that_are_not_there_have_status_two(factories: str) -> None:
-    assert main(["check", "own_factories:good", "--device", "cuda"]) == 2
-    if "TRITON_INTERPRET" not in os.environ:
-        assert main(["check", "own_factories:good", "--backend", "triton"]) == 2
 
 
 def test_commands_say_what_they_do(factories: str, capsys: pytest.CaptureFixture[str]) -> None:

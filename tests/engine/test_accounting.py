@@ -251,15 +251,6 @@ def test_one_engine_accounts_for_one_process() -> None:
         other.load_state_dict(found.state_dict())
 
 
-def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> None:
-    ordered = FixedOrder(BandedInverseNoise(2, (0.9,))).on(64, 8)
-    state = accountant(ordered, (2.0, 1 / 8, 8)).state_dict()
-    for other in (PldAccountant(), accountant(PoissonSampling())):
-        with raises("FC562", ValueError):
-            other.load_state_dict(state)
-        assert not len(other)
-
-
 def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
     ordered = FixedOrder(BandedInverseNoise(2, (0.9,))).on(64, 8)
     for first, second in (

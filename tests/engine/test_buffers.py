@@ -79,16 +79,8 @@ def without_gradients(m: Between, x: Tensor) -> None:
         m.average += mean_of(x)
 
 
-def signs_of_loads(m: Between, x: Tensor) -> None:
-    m.average[0] += 0.01 * (x > 0).sum().sub(x.numel() // 2).sign()
-
-
 def through_a_view(m: Between, x: Tensor) -> None:
     m.average[1:].copy_(mean_of(x)[1:])
-
-
-def by_a_set(m: Between, x: Tensor) -> None:
-    m.average.set_(mean_of(x))
 
 
 def counter(m: Between, x: Tensor) -> None:
@@ -99,10 +91,6 @@ def assigned(m: Between, x: Tensor) -> None:
     m.average = 0.9 * m.average + 0.1 * mean_of(x)
 
 
-def largest(m: Between, x: Tensor) -> None:
-    m.average = torch.maximum(m.average, x.detach().amax((0, 1)))
-
-
 def registered(m: Between, x: Tensor) -> None:
     m.register_buffer("average", mean_of(x))
 
@@ -111,14 +99,7 @@ def later_a_sample(m: Between, x: Tensor) -> None:
     m.mask = x[:1].detach()
 
 
-WRITES = [
-    in_place,
-    without_gradients,
-    signs_of_loads,
-    through_a_view,
-    by_a_set,
-    counter,
-]
+WRITES = [in_place, without_gradients, through_a_view, counter]
 
 
 def mask_of_shape(m: Between, x: Tensor) -> Tensor:
@@ -135,7 +116,7 @@ def made_every_time(m: Between, x: Tensor) -> Tensor:
 
 
 #: Constants as well: whether a value is of samples is not asked.
-ASSIGNMENTS = [assigned, largest, registered, later_a_sample, mask_of_shape, made_every_time]
+ASSIGNMENTS = [assigned, registered, later_a_sample, mask_of_shape, made_every_time]
 
 
 def through_data(m: Between, x: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -72,15 +71,12 @@ CLASSES: dict[str, Callable[..., Any]] = {
 
 VALUES: dict[str, Callable[..., Any]] = {
     "MSELoss": nn.MSELoss(),
-    "L1Loss": nn.L1Loss(),
-    "SmoothL1Loss": nn.SmoothL1Loss(),
     "BCEWithLogitsLoss": nn.BCEWithLogitsLoss(),
     "weighted": nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
     "function": F.mse_loss,
     "own function": l1,
     "module": WithoutReduction(),
     "unread": Unread(),
-    "positional lambda": lambda *args: F.mse_loss(*args),
 }
 
 
@@ -196,6 +192,18 @@ def test_losses_of_different_shapes_are_not_added() -> None:
     left_by(wrapped, 2 * returned(output, target) + returned(output, target) / 3)
 
 
+def test_what_a_loss_is_looked_at_by() -> None:
+    x, target = batch("values")
+    wrapped, _, returned = private(nn.MSELoss())
+    loss = returned(wrapped(x), target)
+    assert f"{loss:.4f}" == f"{loss.item():.4f}"
+    with raises("FC463", AttributeError, match=r"loss\.mean") as error:
+        loss.mean().backward()
+    line, found = str(error.value).splitlines()[-1].strip(), {"loss": loss}
+    exec(line, found)
+    torch.testing.assert_close(found["number"], found["losses"].mean().item())
+
+
 def test_labels_that_are_ignored_do_not_count_where_samples_have_several_axes() -> None:
     """Of logits ``[B T, C, K]``, and labels ``[B T, K]``."""
     wrapped, _, returned = private(nn.CrossEntropyLoss())
@@ -216,9 +224,6 @@ def huber(output: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
 #: Criteria that broadcast a target; PyTorch warns of the first two and checks none of them.
 BROADCASTING: dict[str, Any] = {
     "MSELoss": nn.MSELoss(),
-    "SmoothL1Loss": nn.SmoothL1Loss(),
-    "PoissonNLLLoss": nn.PoissonNLLLoss(),
-    "HingeEmbeddingLoss": nn.HingeEmbeddingLoss(),
     "KLDivLoss": nn.KLDivLoss(),
 }
 
@@ -280,24 +285,6 @@ def test_targets_that_are_broadcast_within_samples_stay(
     assert loss.item() == pytest.approx(criterion(found, *others).item(), rel=1e-5)
 
 
-def test_the_gradient_of_an_input_is_that_of_the_mean() -> None:
-    """A generator, whose samples a private discriminator reads, is trained by it."""
-    x, target = batch("values")
-    generator = nn.Linear(5, 5)
-    gradients = []
-    for criterion in (None, nn.MSELoss()):
-        wrapped, _, returned = private(criterion)
-        loss = returned if criterion is not None else F.mse_loss
-        generator.zero_grad()
-        a, b = generator(x), x.flip(0)
-        (loss(wrapped(a), target) + loss(wrapped(b), target)).backward()
-        gradients.append(generator.weight.grad.clone())
-        sums = [p.grad.clone() for p in wrapped.parameters()]
-        gradients.append(torch.cat([s.flatten() for s in sums]))
-    torch.testing.assert_close(gradients[0], gradients[2])
-    torch.testing.assert_close(gradients[1], gradients[3])
-
-
 CLASSES_OF_CRITERIA_OF_BATCHES = 4
 
 
@@ -314,11 +301,6 @@ def pairs(output: Tensor, target: Tensor) -> Tensor:
 def barlow(output: Tensor, target: Tensor) -> Tensor:
     z = (output - output.mean(0)) / output.std(0)
     return ((z.T @ z / len(z)) - torch.eye(z.shape[1])).square().sum()
-
-
-def scored(output: Tensor, target: Tensor) -> Tensor:
-    y = (target - target.float().mean()) / target.float().std()
-    return (output[:, 0] - y).square().mean()
 
 
 def dice(output: Tensor, target: Tensor) -> Tensor:
@@ -355,17 +337,10 @@ def by_sample_dice(output: Tensor, target: Tensor) -> Tensor:
     return (1 - 2 * (p * y).sum(1) / (p.sum(1) + y.sum(1))).mean()
 
 
-generator = torch.Generator().manual_seed(3)
-
-
-calls = itertools.count(1)
-
-
 COMPARE: dict[str, Callable[..., Tensor]] = {
     "pairs": pairs,
     "a little": lambda output, target: F.cross_entropy(output, target) + 1e-3 * output.var(0).sum(),
     "barlow": barlow,
-    "scored": scored,
     "dice": dice,
     "rows": triplets_in_rows,
     "crosswise": crosswise,
@@ -385,14 +360,6 @@ ALONE: dict[str, Callable[..., Tensor]] = {
     "with a constant": lambda output, target: F.cross_entropy(output, target) + 3.0,
     "counts": Counts(),
     "draws": Draws(),
-    "draws of its own": lambda output, target: F.cross_entropy(
-        output + torch.randn(output.shape, generator=generator), target
-    ),
-    "grows": lambda output, target: F.cross_entropy(output, target) * next(calls),
-    "focal": lambda output, target: (
-        (1 - output.softmax(1)[range(len(target)), target]).pow(2)
-        * F.cross_entropy(output, target, reduction="none")
-    ).mean(),
     "centers": lambda output, target: (
         (output[:, :1] - torch.linspace(-1, 1, 16)[None]).square().mean()
     ),
@@ -484,11 +451,7 @@ def test_a_criterion_that_remembers_is_refused() -> None:
 
 CROSSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "mse_loss": (lambda o, y: F.mse_loss(o, y), 1),
-    "l1_loss": (lambda o, y: F.l1_loss(o, y), 1),
-    "huber_loss": (lambda o, y: F.huber_loss(o, y), 1),
-    "smooth_l1_loss": (lambda o, y: F.smooth_l1_loss(o, y), 1),
     "by hand": (lambda o, y: ((o - y) ** 2).mean(), 1),
-    "by hand, the other way round": (lambda o, y: (y - o).abs().mean(), 1),
     "scaled before": (lambda o, y: (2 * o.tanh() - y).square().mean(), 1),
     "a product": (lambda o, y: -(o * y).mean(), 1),
     "targets with an axis more": (lambda o, y: (o[:, 0] - y[:, None]).square().mean(), 1),

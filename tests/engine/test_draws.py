@@ -190,17 +190,6 @@ def beside_evaluation(made: Any) -> None:
         step(made, x, y)
 
 
-def looked_at_first(made: Any) -> None:
-    next(iter(made[3]))
-    ordinary(made)
-
-
-def some_left_out(made: Any) -> None:
-    for number, (x, y) in enumerate(made[3]):
-        if number % 3 != 1:
-            step(made, x, y)
-
-
 def in_parts(made: Any) -> None:
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
@@ -246,23 +235,15 @@ HALVES, FOUR = data(), pairs(4)
 
 REPEATED: dict[str, Any] = {
     "parts": lambda: ConcatDataset([data()] * 2),
-    "within a part": lambda: ConcatDataset([Subset(data(), [0, 1, 1]), data(8)]),
     "indices": lambda: Subset(data(), [0, 5, 0, 7]),
     "from the end": lambda: Subset(data(8), [7, 2, -1]),
     "nested": lambda: Subset(Subset(data(), [3, 3, 4]), [0, 1]),
     "tensor of indices": lambda: Subset(data(), torch.tensor([1, 2, 1])),
     "parts that overlap": lambda: ConcatDataset([Subset(HALVES, [0, 1]), Subset(HALVES, [1, 2])]),
-    "a part and its whole": lambda: ConcatDataset([HALVES, Subset(HALVES, [9])]),
-    "a subset of repeated parts": lambda: Subset(ConcatDataset([HALVES] * 2), [0, 1, 64]),
-    "parts of parts": lambda: ConcatDataset([ConcatDataset([HALVES, data(8)]), HALVES]),
-    "from the end of parts": lambda: Subset(ConcatDataset([data(8), data(8)]), [15, 3, -1]),
     "a list": lambda: FOUR * 3,
-    "a subset of a list": lambda: Subset(FOUR * 3, [0, 2, 4]),
     "lists": lambda: ConcatDataset([FOUR, [*reversed(FOUR)]]),
     "selected": lambda: selected([0, 3, 3]),
     "a table joined with itself": lambda: joined(0, 0),
-    "a table that is shuffled twice": lambda: joined(0, 0, shuffled=True),
-    "a subset of what was selected": lambda: Subset(selected([0, 3, 0]), [0, 1, 2]),
 }
 
 
@@ -272,7 +253,6 @@ APART: dict[str, Any] = {
     "one of each": lambda: Subset(ConcatDataset([HALVES] * 2), [0, 65, 2]),
     "a list": lambda: pairs(9),
     "equal texts and numbers": lambda: ["a", "a", 1, 1, (1, "a"), (1, "a"), None, None],
-    "one of a list": lambda: Subset(FOUR * 3, [0, 1, 6]),
     "selected": lambda: selected([3, 0]),
     "two tables": lambda: joined(0, 1),
     "an empty part": lambda: ConcatDataset([Subset(HALVES, []), HALVES]),
@@ -503,16 +483,6 @@ def too_few(made: Any) -> None:
             step(made, x, y)
 
 
-def failed(made: Any) -> None:
-    for number, (x, y) in enumerate(made[3]):
-        try:
-            if number == 1:
-                raise RuntimeError("out of memory")
-            step(made, x, y)
-        except RuntimeError:
-            continue
-
-
 def sums_read(made: Any) -> None:
     """As Sophia and GradNorm do; no step at all is needed to notice."""
     module, optimizer, criterion, loader = made
@@ -520,13 +490,6 @@ def sums_read(made: Any) -> None:
         criterion(module(x), y).backward()
         assert all(p.grad is not None for p in module.parameters())
         optimizer.zero_grad()
-
-
-def sums_read_late(made: Any) -> None:
-    module, optimizer, criterion, loader = made
-    for x, y in loader:
-        module.zero_grad(set_to_none=True)
-        criterion(module(x), y).backward()
 
 
 def parts_left_out(made: Any) -> None:
@@ -537,7 +500,7 @@ def parts_left_out(made: Any) -> None:
                 step(made, x, y)
 
 
-WRONG = [not_finite, too_few, failed, sums_read, sums_read_late, parts_left_out, some_left_out]
+WRONG = [not_finite, too_few, sums_read, parts_left_out]
 
 
 @pytest.mark.parametrize("loop", WRONG)
@@ -562,13 +525,6 @@ def left_early(made: Any) -> None:
             step(made, x, y)
 
 
-def a_look_within_the_loop(made: Any) -> None:
-    batches = iter(made[3])
-    next(batches)
-    for x, y in batches:
-        step(made, x, y)
-
-
 def evaluated_between(made: Any) -> None:
     """Over the same loader, in the midst of an epoch and in between."""
     for number, (x, y) in enumerate(made[3]):
@@ -580,36 +536,6 @@ def evaluated_between(made: Any) -> None:
     assert sum(len(x) for x, _ in made[3]) > 0
 
 
-def trained_within(made: Any) -> None:
-    for x, y in made[3]:
-        step(made, x, y)
-        for inner, labels in islice(made[3], 2):
-            step(made, inner, labels)
-
-
-def two_ahead(made: Any) -> None:
-    ahead: list[Any] = []
-    for batch in made[3]:
-        ahead.append(batch)
-        if len(ahead) == 3:
-            step(made, *ahead.pop(0))
-    for batch in ahead:
-        step(made, *batch)
-
-
-def generator_first(made: Any) -> None:
-    """The discriminator's sums of a generator's backward are cleared before its own step."""
-    module, optimizer, criterion, loader = made
-    generator = nn.Linear(6, 6)
-    for x, y in loader:
-        fake = generator(torch.randn(len(x), 6))
-        criterion(module(fake), torch.ones_like(y)).backward()
-        optimizer.zero_grad()
-        criterion(module(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def in_micro_batches(made: Any) -> None:
     module, optimizer, criterion, loader = made
     parts = MicroBatches(optimizer)
@@ -619,9 +545,8 @@ def in_micro_batches(made: Any) -> None:
         optimizer.step()
 
 
-RIGHT = [ordinary, fetched_ahead, in_a_list, beside_evaluation, looked_at_first, in_parts]
-RIGHT += [adversarial, left_early, a_look_within_the_loop, evaluated_between, trained_within]
-RIGHT += [two_ahead, generator_first, in_micro_batches]
+RIGHT = [ordinary, fetched_ahead, in_a_list, beside_evaluation, in_parts]
+RIGHT += [adversarial, left_early, evaluated_between, in_micro_batches]
 
 
 @pytest.mark.parametrize("loop", RIGHT)

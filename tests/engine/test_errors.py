@@ -267,11 +267,6 @@ def test_fp16_autocast_without_a_scaler(dtype: torch.dtype) -> None:
     assert (sums - clipped).norm() <= tolerance * clipped.norm()
 
 
-def test_error_unknown_grad_sample_mode() -> None:
-    with pytest.raises(ValueError, match="flush"):
-        EngineTraining(FlashPrivacyEngine(), grad_sample_mode="flush")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_error_gradient_that_bypasses_a_tap(mode: str) -> None:
     module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mode=mode)

@@ -263,6 +263,17 @@ def test_replays_read_the_mask_of_their_own_batch() -> None:
         assert torch.equal(a, b)
 
 
+def test_parts_are_not_replayed() -> None:
+    _, _, module, optimizer, _, loader = private()
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer)
+    take = PlayedByHand(lambda x, y: cross_entropy(module(x), y).backward(), module)
+    with manager as parts, raises("FC705", match="3 rows.* of 9"):
+        for x, y, _ in parts:
+            optimizer.zero_grad()
+            take(x, y)
+            optimizer.step()
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

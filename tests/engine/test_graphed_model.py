@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.support.graphs import (
     batches,
     replay_by_hand,
     small_network,
-    warmed as warmed_of_graphed_training,
 )
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
@@ -152,23 +150,11 @@ class Remembering(Noisy):
         return y
 
 
-class RememberingInside(Noisy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[str, list[Tensor]] = OrderedDict(last=[])
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept["last"] = [x.detach() * 2]
-        y: Tensor = self.layer(x)
-        return y
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (Noisy, "random numbers on the host"),
         (Remembering, "Remembering.last"),
-        (RememberingInside, "RememberingInside.kept"),
     ],
 )
 def test_given_up_with_one_line(
@@ -309,11 +295,3 @@ def test_a_step_without_zero_grad_is_refused_as_without_graphs() -> None:
     assert step.replays == 4
     with raises("FC503", ValueError):
         optimizer.step()
-
-
-def test_a_second_backward_per_poisson_batch_is_refused() -> None:
-    graphed, _ = warmed_of_graphed_training()
-    graphed.model.forbid_grad_accumulation()
-    graphed.results(batches(1)[0])
-    with raises("FC510", ValueError):
-        graphed.step(batches(1)[0])

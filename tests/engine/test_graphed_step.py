@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
-from flash_clipping.ops.runtime import tables
-from flash_clipping.ops.runtime.tables import to_device
 from tests.support.errors import raises, warns
 from tests.support.graphs import (
     GraphedTraining,
@@ -111,16 +109,6 @@ def another_forward(training: GraphedTraining) -> None:
     training.plain[2].forward = lambda x: x * 2
 
 
-def another_forward_of_the_model(training: GraphedTraining) -> None:
-    forward = training.plain.forward
-    training.plain.forward = lambda x: forward(x) * 2
-
-
-def transposed_memory(training: GraphedTraining) -> None:
-    weight = training.plain[3].weight
-    weight.data = weight.data.flip(0).t().contiguous().t()
-
-
 def other_layer(training: GraphedTraining) -> None:
     training.plain[2] = nn.ReLU()
 
@@ -138,13 +126,11 @@ def other_parameter(training: GraphedTraining) -> None:
         in_evaluation,
         without_hooks,
         other_memory,
-        transposed_memory,
         other_layer,
         other_parameter,
         other_setting,
         a_hook,
         another_forward,
-        another_forward_of_the_model,
     ],
 )
 def test_what_python_decides_is_looked_at_in_every_call(
@@ -164,20 +150,6 @@ def gradients_of(training: GraphedTraining, x: Tensor) -> list[Tensor]:
     training.model.zero_grad(set_to_none=True)
     training.step(x)
     return [p.grad.clone() for p in training.plain.parameters()]
-
-
-def test_a_first_parameter_that_backward_does_not_reach() -> None:
-    """It gets noise all the same."""
-    torch.manual_seed(0)
-    plain = nn.ModuleDict({"unused": nn.Linear(2, 2), "used": nn.Linear(6, 3)})
-    plain.forward = lambda x: plain["used"](x)  # type: ignore[method-assign]
-    model = GradSampleModuleFlashClipping(plain, max_grad_norm=0.5)
-    step = PlayedByHand(lambda x: squared_loss(model, (x,)).mean().backward(), model)
-    for x in batches(6):
-        model.zero_grad(set_to_none=True)
-        step(x)
-        assert not plain["unused"].weight.grad.any()
-    assert step.replays == 3
 
 
 def test_gradients_are_added_to_those_that_are_there() -> None:
@@ -382,11 +354,6 @@ def test_sparse_gradients_are_refused() -> None:
         step(ids)
 
 
-def half_a_pair() -> float:
-    """NumPy draws normal numbers two at a time and keeps one, which it gives here."""
-    return float(numpy.random.randn())
-
-
 def clears(training: GraphedTraining, x: Tensor, seen: Tensor) -> None:
     training.model.zero_grad(set_to_none=True)
     training.step(x)
@@ -410,7 +377,6 @@ def writes(training: GraphedTraining, x: Tensor, seen: Tensor) -> None:
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": random.random,
     "numpy": lambda: numpy.random.rand(),
-    "half of a numpy pair": half_a_pair,
     "torch": lambda: torch.rand([]),
 }
 #: Steps, and why no replay repeats them.
@@ -479,10 +445,3 @@ def test_a_step_is_rehearsed_as_it_will_be_captured(
         graphed(x)
     assert asked == [False, False, True]
     assert torch.cuda.is_current_stream_capturing is asks
-
-
-def test_an_upload_that_no_replay_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    with raises("FC701"):
-        to_device([1, 2], torch.device("meta"), torch.int64)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from flash_clipping import (
     GradSampleModuleFlashClipping,
     GraphedStep,
-    per_sample_loss,
 )
 from flash_clipping.ops.runtime import tables
 from flash_clipping.ops.runtime.checks import device_checks
@@ -139,27 +138,6 @@ def test_graphs_of_several_sizes_share_memory() -> None:
     assert step.replays == 3 * 6 - audits
 
 
-@on_gpu
-def test_a_graph_after_all_others_have_gone() -> None:
-    case = CASES["mixed"]
-    plain, model, (batch, _) = case_on_gpu(case, torch.float32)
-
-    def run(*batch: Tensor) -> None:
-        case.loss(model, batch).mean().backward()
-
-    step = GraphedStep(run, model, graphs=1)
-    for bound in (0.5, 0.25, 0.125):
-        model.max_grad_norm = bound
-        for _ in range(6):
-            model.zero_grad(set_to_none=True)
-            step(*batch)
-        found = [p.grad.clone() for p in plain.parameters()]
-        model.zero_grad(set_to_none=True)
-        run(*batch)
-        assert_same_tensors(found, [p.grad for p in plain.parameters()])
-    assert step.replays == 9
-
-
 def allocated() -> int:
     """Bytes on the GPU, without the checks that wait for a step of an optimizer, and without the
     tables of addresses that are kept, a certain number."""
@@ -204,64 +182,8 @@ def test_a_step_that_waits_is_refused_before_it_is_captured() -> None:
 
 
 @on_gpu
-def test_a_model_that_waits_for_the_device_outside_of_captures_alone() -> None:
-    """The masks of transformers: looked into, to leave them out, where no graph is captured."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
-    dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts)).cuda()
-    model = GradSampleModuleFlashClipping(plain, max_grad_norm=0.5)
-
-    def run(ids: Tensor) -> None:
-        logits = model(input_ids=ids, use_cache=False).logits
-        per_sample_loss(logits[:, :-1], ids[:, 1:]).mean().backward()
-
-    step = GraphedStep(run, model)
-    for seed in range(6):
-        ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(seed)).cuda()
-        model.zero_grad(set_to_none=True)
-        step(ids)
-        found = [model.get_norm_sample().clone(), *(p.grad.clone() for p in plain.parameters())]
-        model.zero_grad(set_to_none=True)
-        run(ids)
-        expected = [model.get_norm_sample(), *(p.grad for p in plain.parameters())]
-        for x, y in zip(found, expected, strict=True):
-            assert_close(x, y, 1e-5)
-    assert step.replays == 3
-
-
-@on_gpu
 def test_a_batch_that_is_elsewhere() -> None:
     _, model, (batch, _) = case_on_gpu(CASES["mixed"], torch.float32)
     step = GraphedStep(lambda *batch: None, model)
     with raises("FC702", ValueError, match="cpu and cuda:0"):
         step(*(x.cpu() for x in batch))
-
-
-@on_gpu
-def test_weights_that_autocast_has_cast_before() -> None:
-    """Under an autocast around the call, casts of weights outlive a step in PyTorch's cache."""
-    plain, model, (first, second) = case_on_gpu(CASES["mixed"], torch.float32)
-    case = CASES["mixed"]
-
-    def run(*batch: Tensor) -> None:
-        case.loss(model, batch).mean().backward()
-
-    step = GraphedStep(run, model)
-    with torch.autocast("cuda", torch.bfloat16):
-        for _ in range(5):
-            model.zero_grad(set_to_none=True)
-            step(*first)
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.mul_(0.5)
-    with torch.autocast("cuda", torch.bfloat16):
-        model.zero_grad(set_to_none=True)
-        step(*second)
-        found = [p.grad.clone() for p in plain.parameters()]
-    assert step.replays == 3
-    with torch.autocast("cuda", torch.bfloat16):
-        model.zero_grad(set_to_none=True)
-        run(*second)
-    assert_same_tensors(found, [p.grad for p in plain.parameters()])

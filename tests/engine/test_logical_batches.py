@@ -96,21 +96,3 @@ def test_a_batch_that_is_skipped(skipped: int, workers: int, released: Released)
     for sums in released.sums:
         total = torch.cat([s.flatten() for s in sums]).norm().item()
         assert total <= 16 * 0.1 * SLACK
-
-
-def test_a_loop_that_fetches_the_next_batch_early(released: Released) -> None:
-    private = Private(lr=0.0)
-    a_new_loop(private)
-    clean = released.sums.copy()
-    released.sums.clear()
-    with parts(private) as batches, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        waiting: list[Tensor] = []
-        for x, _ in batches:
-            waiting.append(x)
-            if len(waiting) > 1:
-                step(private, waiting.pop(0))
-        step(private, waiting.pop())
-    assert len(released.sums) == len(clean) == 4
-    for found, sums in zip(released.sums, clean, strict=True):
-        assert all(map(torch.equal, found, sums))

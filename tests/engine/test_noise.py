@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from opacus import PrivacyEngine
 from torch import Tensor, nn
 
 from flash_clipping import AdaptiveBound, FlashDPOptimizer, FlashPrivacyEngine, PoissonSampling
@@ -230,18 +228,6 @@ def test_a_resumed_run_draws_nothing_again(tmp_path: Path, seed: int | None) -> 
     before = stream.draw(Purpose.NOISE).number
     first.engine.load_checkpoint(path=path, module=first.wrapper, optimizer=first.optimizer)
     assert stream.draw(Purpose.NOISE).number == before + 1
-
-
-def test_checkpoints_of_opacus_are_read(tmp_path: Path) -> None:
-    """One without the stream's state, and into a buffer."""
-    private = Private()
-    buffer = io.BytesIO()
-    PrivacyEngine.save_checkpoint(
-        private.engine, path=buffer, module=private.wrapper, optimizer=private.optimizer
-    )
-    buffer.seek(0)
-    private.engine.load_checkpoint(path=buffer, module=private.wrapper, optimizer=private.optimizer)
-    private.step()
 
 
 def test_noisy_sums_on_a_grid() -> None:

@@ -342,10 +342,6 @@ def replace_head(private: Private) -> None:
     private.plain.head = nn.Linear(8, 3)
 
 
-def replace_nested(private: Private) -> None:
-    private.plain.body[0] = nn.Linear(6, 8)
-
-
 def insert_nested(private: Private) -> None:
     private.plain.body.insert(1, nn.LayerNorm(8))
 
@@ -367,7 +363,6 @@ def parametrize(private: Private) -> None:
     ("change", "text"),
     [
         (replace_head, r"head \(Linear\): its parameter 'weight' came after"),
-        (replace_nested, r"body\.0 \(Linear\): its parameter 'weight' came after"),
         (insert_nested, r"body\.1 \(LayerNorm\): its parameter 'weight' came after"),
         (put_on_the_wrapper, r"head \(Linear\): its parameter 'weight' came after"),
         (late_parameter, r"body\.1 \(Tanh\): its parameter 'gain' came after"),

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus.accountants import RDPAccountant
 from opacus.validators.errors import UnsupportedModuleError
 from opacus.validators.utils import register_module_validator
 from torch import Tensor, nn
@@ -36,7 +35,6 @@ from flash_clipping import (
     planning,
 )
 from flash_clipping.capture.proxies import UnsupportedUse
-from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
@@ -85,16 +83,6 @@ def test_plans_are_by_the_accountant_that_counts() -> None:
     """By Opacus' PRV accountant ε is 705 at the first noise, and no noise has an ε of 1000."""
     assert planning.plan(100, 1, steps=1, noise_multiplier=0.01, delta=1e-5).epsilon > 5000
     assert 990 < planning.plan(100, 1, steps=1, epsilon=1000.0, delta=1e-5).epsilon <= 1000
-
-
-def test_a_search_for_noise_ends_where_epsilon_jumps_over_the_target() -> None:
-    class Jumps(RDPAccountant):
-        def get_epsilon(self, delta: float, **_: Any) -> float:
-            return 1.0 if self.history[0][0] > 3 else 100.0
-
-    target = {"target_epsilon": 50.0, "target_delta": 1e-5}
-    noise = least_noise(Jumps(), **target, sample_rate=0.1, steps=1)
-    assert noise == pytest.approx(3, rel=1e-6) and noise > 3
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
@@ -418,10 +406,6 @@ class Norms(nn.Module):
         return self.norms(self.first(x))
 
 
-class OfItsOwn(nn.BatchNorm1d):
-    """A kind that ``ModuleValidator.fix`` does not know."""
-
-
 class Odd(nn.Linear):
     pass
 
@@ -447,25 +431,14 @@ tracking = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "norm": (lambda: Norms(nn.BatchNorm1d(6)), r"norms\.0 \(BatchNorm1d\) mixes", "set_submodule"),
-    "frozen norm": (
-        lambda: Norms(nn.BatchNorm1d(6), nn.BatchNorm1d(6).requires_grad_(False)),
-        r"norms\.0 \(BatchNorm1d\) mixes",
-        "set_submodule",
-    ),
     "norm without weights": (
         lambda: Norms(nn.BatchNorm1d(6, affine=False)),
         r"norms\.0 \(BatchNorm1d\)",
         "set_submodule",
     ),
-    "norm of its own kind": (
-        lambda: Norms(OfItsOwn(6)),
-        r"norms\.0 \(OfItsOwn\)",
-        "set_submodule",
-    ),
     "LSTM": (recurrent(nn.LSTM), r"inner\.layer \(LSTM\) has no per-sample", "DP"),
     "GRU": (recurrent(nn.GRU), r"inner\.layer \(GRU\) has no per-sample", "DP"),
     "RNN": (recurrent(nn.RNN), r"inner\.layer \(RNN\) has no per-sample", "DPRNN"),
-    "RNN with relu": (recurrent(nn.RNN, nonlinearity="relu"), r"inner\.layer \(RNN\)", "DPRNN"),
     "eval": (
         lambda: nn.Linear(4, 2).eval(),
         r"the model \(Linear\): found evaluation mode",

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import (
     Documents,
@@ -168,19 +167,6 @@ def test_owners_do_not_change_with_what_was_given(kind: Any) -> None:
     users = Users(given)
     given[:] = 0
     assert users.by_row.tolist() == [0, 0, 1]
-
-
-def test_batches_are_cut_to_what_fits() -> None:
-    engine = FlashPrivacyEngine(accountant="pld")
-    options: dict[str, Any] = {"mechanism": PoissonRows(), "unit": Users(IDS, max_rows=3)}
-    module, optimizer, criterion, loader = private(engine, **options)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
-    ) as small:
-        for x, rows in small:
-            assert len(x) <= 2
-            step(module, optimizer, criterion, x, rows)
-    assert engine.accountant.history == [(1.0, 1 / 6, 6)]
 
 
 @pytest.mark.slow

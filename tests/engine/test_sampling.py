@@ -483,13 +483,10 @@ MIXING: dict[str, tuple[Any, Callable[..., Any]]] = {
 
 ALONE: dict[str, tuple[Any, Callable[..., Any] | None]] = {
     "default": (Images, None),
-    "own": (Images, lambda items: default_collate(items)),
     "padded": (Texts, padded),
     "sorted": (Texts, sorted_by_length),
     "masked at random": (Texts, masked),
-    "augmented": (Images, augmented),
     "augmented by its own": (Images, augmented_by_its_own),
-    "lists": (Texts, lambda items: tuple(map(list, zip(*items, strict=True)))),
     "fails": (Texts, default_collate),
 }
 

@@ -30,7 +30,6 @@ from tests.support.packed import Reader
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit
 from tests.support.users import BATCH, IDS, ROWS, data, private, step
-from tests.support.wrapping import MODES
 
 # -- what is drawn ---------------------------------------------------------------------------------
 
@@ -53,8 +52,7 @@ def test_a_batch_is_all_rows_of_the_users_that_were_drawn(workers: int) -> None:
         assert step(module, optimizer, criterion, x, rows).shape == (len(users),)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wrap_model", [True, False])
+@pytest.mark.parametrize(("wrap_model", "mode"), [(True, "one_pass"), (False, "two_pass")])
 def test_norms_are_those_of_users(wrap_model: bool, mode: str) -> None:
     model = TwoLayers().double()
     module, optimizer, criterion, loader = private(

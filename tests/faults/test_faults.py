@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flash_clipping import GradSampleModuleFlashClipping
-from tests.support.autograd import truth_by_autograd
 from tests.support.faults import (
     VARIANTS,
     Fault,
-    NetOfEveryRule,
     Trainer,
     batch,
     fail_at_operators,
@@ -96,30 +92,3 @@ def test_hundreds_of_steps_do_not_grow(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_ten_thousand_steps_do_not_grow(mode: str) -> None:
     steps_without_growth(Trainer(mode=mode), 1000, 9000)
-
-
-def check_against_autograd(
-    model: nn.Module, losses: Callable[..., Tensor], *data: Tensor, mode: str
-) -> None:
-    truth = truth_by_autograd(model, data, lambda model, sample: losses(model, *sample).sum())
-    bound = truth.norms.median().item()
-    clipped = truth.clipped(bound)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode)
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        losses(module, *data).mean().backward()
-        torch.testing.assert_close(module.get_norm_sample(), truth.norms)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(param.grad, clipped[name])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_model_called_twice_before_one_backward(mode: str) -> None:
-    """Two views of each sample: its gradient is the sum of both."""
-
-    def losses(model: nn.Module, ids: Tensor, signal: Tensor) -> Tensor:
-        first, second = model(ids, signal), model(ids.flip(1), 2 * signal)
-        return (first - second).square().flatten(1).sum(1)
-
-    ids, signal, _ = batch(size=5)
-    check_against_autograd(NetOfEveryRule().double(), losses, ids, signal.double(), mode=mode)

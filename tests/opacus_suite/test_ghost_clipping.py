@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import unittest
 from typing import Any
 from unittest import mock
 
@@ -124,15 +123,3 @@ class TestLossArithmetic(module_tests.DPTensorArithmeticTest): ...
 
 class TestHooks(Replaced, hooks_tests.GradSampleHooksFastGradientClippingTest):
     module = hooks_tests
-
-
-def test_two_gpus_are_asked_for() -> None:
-    """The only tests of these modules that are skipped by Opacus itself."""
-    case = module_tests.GradSampleModuleFastGradientClippingEmbeddingLayerTest
-    skipped = {
-        name
-        for name in unittest.TestLoader().getTestCaseNames(case)
-        if getattr(getattr(case, name), "__unittest_skip__", False)
-    }
-    two_gpus = {"test_multidevice_get_norm_sample", "test_multidevice_get_clipping_coef"}
-    assert skipped <= two_gpus

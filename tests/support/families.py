@@ -15,27 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
-from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.models import Attention, Scale
 
 # -- modules without a rule, and structure --------------------------------------------------------
-
-
-class Temperature(nn.Module):
-    """A learned scalar: a parameter of no dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_temperature = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.log_temperature.exp()
 
 
 class Prefix(nn.Module):
@@ -52,17 +39,6 @@ class Prefix(nn.Module):
         return x + self.positions
 
 
-class PositionTable(nn.Module):
-    """Positions from an ``nn.Embedding`` that is read once for all samples."""
-
-    def __init__(self, length: int, width: int):
-        super().__init__()
-        self.table = nn.Embedding(length, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(x.shape[1]).unsqueeze(0))
-
-
 class ContiguousConv1D(nn.Module):
     """``transformers``' Conv1D, whose own forward cannot read other strides."""
 
@@ -72,19 +48,6 @@ class ContiguousConv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv1d(x.contiguous())
-
-
-class Gated(nn.Module):
-    """Two layers that read one input."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class SelfAttention(nn.Module):
@@ -107,17 +70,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.recurrent(x)[0]
-
-
-class BatchFirstSequenceBias(nn.Module):
-    """Opacus' SequenceBias appends a learned last position."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.bias = SequenceBias(width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bias(x)
 
 
 class ToSequence(nn.Module):
@@ -260,21 +212,9 @@ def _scale(draw: Any, shape: Shape) -> Drawn:
     return partial(Scale, shape.dims[-1]), shape
 
 
-def _temperature(draw: Any, shape: Shape) -> Drawn:
-    return Temperature, shape
-
-
 def _prefix(draw: Any, shape: Shape) -> Drawn:
     T, width = shape.dims
     return partial(Prefix, T, width), replace(shape, dims=(T + 1, width))
-
-
-def _position_table(draw: Any, shape: Shape) -> Drawn:
-    return partial(PositionTable, *shape.dims), shape
-
-
-def _gated(draw: Any, shape: Shape) -> Drawn:
-    return partial(Gated, shape.dims[-1], draw(widths)), shape
 
 
 def _heads(draw: Any, width: int) -> int:
@@ -313,11 +253,6 @@ def _recurrent(kind: type[nn.Module], draw: Any, shape: Shape) -> Drawn:
     return partial(Recurrent, make), _width_out(shape, hidden * (1 + both))
 
 
-def _sequence_bias(draw: Any, shape: Shape) -> Drawn:
-    T, width = shape.dims
-    return partial(BatchFirstSequenceBias, width), replace(shape, dims=(T + 1, width))
-
-
 def _embedding(draw: Any, shape: Shape) -> Drawn:
     width = draw(widths)
     make = partial(
@@ -347,10 +282,7 @@ FAMILIES: dict[str, Family] = {
     "rms_norm": Family(FLOATING, _rms_norm),
     "group_norm": Family(tuple(SPATIAL), _group_norm),
     "scale": Family(FLOATING, _scale),
-    "temperature": Family(FLOATING, _temperature),
     "prefix": Family(("sequence",), _prefix),
-    "position_table": Family(("sequence",), _position_table),
-    "gated": Family(FEATURES_LAST, _gated),
     "attention": Family(("sequence",), _attention),
     "embedding": Family(("ids",), _embedding),
     "embedding_bag": Family(("ids",), _embedding_bag),
@@ -360,8 +292,7 @@ FAMILIES: dict[str, Family] = {
     "dp_rnn": Family(("sequence",), partial(_recurrent, DPRNN)),
     "dp_gru": Family(("sequence",), partial(_recurrent, DPGRU)),
     "dp_lstm": Family(("sequence",), partial(_recurrent, DPLSTM)),
-    "sequence_bias": Family(("sequence",), _sequence_bias),
 }
 
 #: Families that treat all axes but the last alike, and so run with time first.
-POINTWISE = ("linear", "transformers_conv1d", "layer_norm", "rms_norm", "gated", "embedding")
+POINTWISE = ("linear", "transformers_conv1d", "layer_norm", "rms_norm", "embedding")

@@ -46,10 +46,6 @@ def beside_others(x: Tensor, readers: nn.ModuleList) -> Tensor:
     return first + readers[1](x) * readers[2](x).sigmoid() + x.square().mean(-1, keepdim=True)
 
 
-def another_between(x: Tensor, readers: nn.ModuleList) -> Tensor:
-    return readers[0](x) * readers[1](x * 2) * readers[2](x)
-
-
 def changed_between(x: Tensor, readers: nn.ModuleList) -> Tensor:
     x = x * 1.5
     first = readers[0](x * 1)
@@ -65,23 +61,8 @@ def first_unused(x: Tensor, readers: nn.ModuleList) -> Tensor:
     return product
 
 
-def middle_detached(x: Tensor, readers: nn.ModuleList) -> Tensor:
-    first, middle = readers[0](x), readers[1](x)
-    return first * middle.detach() * readers[2](x)
-
-
-def last_unused(x: Tensor, readers: nn.ModuleList) -> Tensor:
-    first, second, unused = [reader(x) for reader in readers]
-    del unused
-    return first * second
-
-
 def one_twice(x: Tensor, readers: nn.ModuleList) -> Tensor:
     return readers[0](x) * readers[1](x) * readers[0](x) + readers[2](x)
-
-
-def outputs_dropped(x: Tensor, readers: nn.ModuleList) -> Tensor:
-    return sum((reader(x) * 2 for reader in readers), torch.zeros(()))
 
 
 def in_no_grad_between(x: Tensor, readers: nn.ModuleList) -> Tensor:
@@ -95,13 +76,9 @@ USES = [
     all_of_them,
     in_heads,
     beside_others,
-    another_between,
     changed_between,
     first_unused,
-    middle_detached,
-    last_unused,
     one_twice,
-    outputs_dropped,
     in_no_grad_between,
 ]
 
@@ -275,7 +252,6 @@ CASES: dict[str, ModelCase] = {
         for count, fused, masks in (
             (2, False, MASKS),
             (5, True, MASKS[::3]),
-            (100, False, MASKS[:1]),
         )
         for mask in masks
     },

@@ -146,10 +146,8 @@ def two_layers() -> dict[str, Any]:
 
 WRONG: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {
     "beyond": (lambda x: right(x) + 1, None, r"outside of -1 to 2"),
-    "below": (lambda x: right(x) - 2, None, r"outside of -1 to 2"),
     "short": (lambda x: right(x)[1:], None, r"layer \(Linear\).* index has 14 entries"),
     "floats": (lambda x: right(x).float(), None, r"expected one integer for each row"),
-    "two axes": (lambda x: right(x).view(3, 5), None, r"expected one integer for each row"),
     "list": (lambda x: [0] * 15, None, r"found list"),
     "count of another batch": (right, 7, r"layer \(Linear\).*a batch of 3 samples"),
     "count that is a float": (right, 3.0, r"count=3.0"),
@@ -161,7 +159,7 @@ INSIDE = ("checkpointed", "compiled", "functorch")
 CASES: dict[str, ModelCase] = {
     **{
         f"experts {shape}": ModelCase(Experts, rows(*shape, 6), without=INSIDE)
-        for shape in ((1, 1), (1, 7), (4, 1), (3, 5), (6, 2))
+        for shape in ((1, 7), (4, 1), (3, 5))
     },
     "more experts than rows": ModelCase(lambda: Experts(experts=20), rows(2, 2, 6), without=INSIDE),
     "checkpointed experts": ModelCase(CheckpointedExperts, rows(3, 5, 6), without=INSIDE),

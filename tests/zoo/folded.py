@@ -95,20 +95,6 @@ class Queried(Folded):
         return self.head(self.turned(self.attention(queries, h, h)[0]).unflatten(0, (B, C)))
 
 
-class Decoded(Folded):
-    """An encoder and a decoder, of which both read folded rows."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__(batch_first)
-        self.embed, self.head = nn.Linear(4, D), nn.Linear(D, 3)
-        self.layers = nn.Transformer(D, 2, 1, 1, 16, 0.0, batch_first=batch_first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.turned(self.embed(x).flatten(0, 1))
-        found = self.layers(rows, rows[:, :3] if self.batch_first else rows[:3])
-        return self.head(self.turned(found).unflatten(0, x.shape[:2]))
-
-
 def padded(*shape: int) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[..., 3:] = torch.rand(*shape[:-1], shape[-1] - 3) < 0.5
@@ -248,7 +234,7 @@ CASES: dict[str, ModelCase] = {
             rows(*shape_of(kind)),
             without=WHOLE_SAMPLES,
         )
-        for kind in (PatchTST, Video, Queried, Decoded)
+        for kind in (PatchTST, Video, Queried)
         for first in (True, False)
     },
     **{

@@ -46,23 +46,8 @@ CALLS: dict[str, Callable[[], nn.Module]] = {
     "offsets": lambda: Holder(
         lambda m, x, i: x + m.layer(i.reshape(-1), offsets=starts(i))[:, None], layer=bags()
     ),
-    "all_of_a_bag": lambda: Holder(
-        lambda m, x, i: (
-            x
-            + m.layer(
-                per_sample_weights=weights_of(i).reshape(-1),
-                offsets=starts(i),
-                input=i.reshape(-1),
-            )[:, None]
-        ),
-        layer=bags(mode="sum", padding_idx=2),
-    ),
     "linear": lambda: Holder(lambda m, x, i: m.layer(input=x), layer=nn.Linear(D, D)),
-    "norm": lambda: Holder(lambda m, x, i: m.layer(input=x), layer=nn.LayerNorm(D)),
     "rms_norm": lambda: Holder(lambda m, x, i: m.layer(x=x), layer=nn.RMSNorm(D)),
-    "convolution": lambda: Holder(
-        lambda m, x, i: m.layer(input=x.mT).mT, layer=nn.Conv1d(D, D, 3, padding=1)
-    ),
     "embedding": lambda: Holder(lambda m, x, i: x + m.layer(input=i), layer=nn.Embedding(7, D)),
     "attention": lambda: Holder(masked_attention, layer=attention_layer()),
     "learned_keys": lambda: Holder(
@@ -88,19 +73,6 @@ def assigned(m: Any, x: Tensor, *ids: Tensor) -> Tensor:
     return m.layer(x)
 
 
-def in_dict(m: Any, x: Tensor) -> Tensor:
-    vars(m.layer)["weight"] = m.source.tanh()
-    return m.layer(x)
-
-
-def shadowed(m: Any, x: Tensor) -> Tensor:
-    vars(m.layer)["weight"] = m.source.tanh()
-    try:
-        return m.layer(x)
-    finally:
-        del vars(m.layer)["weight"]
-
-
 def convolved(m: Any, x: Tensor) -> Tensor:
     return assigned(m, x.mT).mT
 
@@ -109,59 +81,12 @@ def looked_up(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x + assigned(m, ids)
 
 
-def attended(m: Any, x: Tensor) -> Tensor:
-    m.layer.in_proj_weight = m.source.tanh()
-    return m.layer(x, x, x)[0]
-
-
-def with_none() -> nn.Module:
-    layer = without(nn.Linear(D, D))
-    layer.weight = None
-    return layer
-
-
-def with_buffer() -> nn.Module:
-    layer = without(nn.Linear(D, D))
-    layer.register_buffer("weight", torch.zeros(D, D))
-    return layer
-
-
-class ReadsAnother(nn.Linear):
-    """Its weight is a property that computes it from a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(D, D)
-        self.register_parameter("base", nn.Parameter(self._parameters.pop("weight")))
-
-    @property
-    def weight(self) -> Tensor:
-        return torch.tanh(self.base)
-
-    @weight.setter
-    def weight(self, value: Any) -> None:
-        self._parameters["weight"] = value
-
-
-def self_attention(m: Any, x: Tensor) -> Tensor:
-    return m.layer(x, x, x)[0]
-
-
-def normed_output() -> nn.Module:
-    layer = attention_layer()
-    parametrizations.weight_norm(layer.out_proj)
-    return layer
-
-
 def plainly(m: Any, x: Tensor) -> Tensor:
     return m.layer(x)
 
 
 COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "assigned": lambda: Holder(assigned, layer=without(nn.Linear(D, D)), source=torch.randn(D, D)),
-    "assigned_none": lambda: Holder(assigned, layer=with_none(), source=torch.randn(D, D)),
-    "assigned_buffer": lambda: Holder(assigned, layer=with_buffer(), source=torch.randn(D, D)),
-    "in_dict": lambda: Holder(in_dict, layer=without(nn.Linear(D, D)), source=torch.randn(D, D)),
-    "shadowed": lambda: Holder(shadowed, layer=nn.Linear(D, D), source=torch.randn(D, D)),
     "convolution": lambda: Holder(
         convolved, layer=without(nn.Conv1d(D, D, 3, padding=1)), source=torch.randn(D, D, 3)
     ),
@@ -169,16 +94,7 @@ COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: Holder(
         looked_up, layer=without(nn.Embedding(7, D)), source=torch.randn(7, D)
     ),
-    "attention": lambda: Holder(
-        attended, layer=without(attention_layer(), "in_proj_weight"), source=torch.randn(3 * D, D)
-    ),
-    "property": lambda: Holder(plainly, layer=ReadsAnother()),
     "weight_norm": lambda: Holder(plainly, layer=parametrizations.weight_norm(nn.Linear(D, D))),
-    "orthogonal": lambda: Holder(plainly, layer=parametrizations.orthogonal(nn.Linear(D, D))),
-    "attention_weight_norm": lambda: Holder(
-        self_attention, layer=parametrizations.weight_norm(attention_layer(), "in_proj_weight")
-    ),
-    "attention_output_weight_norm": lambda: Holder(self_attention, layer=normed_output()),
 }
 
 
@@ -262,10 +178,6 @@ def cases_of(
     }
 
 
-#: A buffer is assigned, as a weight that was computed.
-OF_BUFFERS = {"strict": False}
-
-
 class Mine(nn.Embedding):
     """By another name."""
 
@@ -315,9 +227,7 @@ MAX_NORM: dict[str, ModelCase] = {
 CASES: dict[str, ModelCase] = {
     **MAX_NORM,
     **cases_of("call", CALLS, batch=beside_ids, without=("autocast",)),
-    **cases_of(
-        "computed", {n: m for n, m in COMPUTED.items() if n != "embedding"}, options=OF_BUFFERS
-    ),
+    **cases_of("computed", {n: m for n, m in COMPUTED.items() if n != "embedding"}),
     **cases_of("computed", {"embedding": COMPUTED["embedding"]}, batch=beside_ids),
     **cases_of("padded", {n: beside(layer) for n, layer in PADDED.items()}, batch=beside_ids),
     **{

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +14,6 @@ from tests.support.models import squared_loss
 from tests.support.uses import D, Data, Holder
 from tests.zoo.case import Batch, ModelCase, around
 from tests.zoo.shared import held, rows
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    a: Any
-    b: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    a: Any
-
 
 Named = collections.namedtuple("Named", "a b")
 
@@ -41,16 +28,12 @@ Pack = Callable[[Tensor, Tensor], Any]
 Unpack = Callable[[Any], tuple[Tensor, Tensor]]
 OPEN: dict[str, tuple[Pack, Unpack]] = {
     "dataclass": (Data, lambda o: (o.a, o.b)),
-    "in_a_tuple": (lambda y, z: (y, Data(z)), lambda o: (o[0], o[1].a)),
     "in_a_dict": (
         lambda y, z: {"y": y, "z": {"q": Data([z])}},
         lambda o: (o["y"], o["z"]["q"].a[0]),
     ),
-    "in_a_dataclass": (lambda y, z: Data(Data(y), [Data(z)]), lambda o: (o.a.a, o.b[0].a)),
     "named_tuple": (lambda y, z: Named(y, Data(z)), lambda o: (o.a, o.b.a)),
     "object": (lambda y, z: [y, types.SimpleNamespace(a=z)], lambda o: (o[0], o[1].a)),
-    "slots": (lambda y, z: (y, Slotted(z)), lambda o: (o[0], o[1].a)),
-    "frozen": (lambda y, z: (y, Frozen(z)), lambda o: (o[0], o[1].a)),
     "user_dict": (
         lambda y, z: collections.UserDict(y=y, z=[z]),
         lambda o: (o["y"], o["z"][0]),
@@ -59,7 +42,6 @@ OPEN: dict[str, tuple[Pack, Unpack]] = {
         lambda y, z: (y, torch.distributions.Normal(z, 1.0)),
         lambda o: (o[0], o[1].loc),
     ),
-    "twice": (lambda y, z: (y, Data(y), Data(z)), lambda o: (o[1].a, o[2].a + 0 * o[0][:, :1])),
     "model_output": (pack_of_model_output, lambda o: (o[0], o[1].last_hidden_state)),
 }
 CLOSED: dict[str, tuple[Pack, Unpack]] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.support.models import squared_loss
 from tests.support.uses import D, Holder
-from tests.zoo.case import Batch, Checkpointed, ModelCase, around
+from tests.zoo.case import Batch, ModelCase, around
 from tests.zoo.shared import Use, held, one, rows
 
 
@@ -78,14 +78,6 @@ def places_added(m: Any, h: Tensor) -> Tensor:
     parts = h.unflatten(1, (2, -1)).flatten(0, 1)
     parts = parts + m.mlp(m.places(torch.arange(parts.shape[1])[None]).relu())
     return torch.tanh(parts).view_as(h)
-
-
-def places_multiplied(m: Any, h: Tensor) -> Tensor:
-    """With parts of samples, positions first: relative places."""
-    parts = h.unflatten(1, (2, -1)).flatten(0, 1)
-    T = parts.shape[1]
-    places = m.places(torch.arange(T)[:, None] - torch.arange(T) + T)
-    return (parts + (parts.transpose(0, 1) @ places.mT).transpose(0, 1) @ parts).view_as(h)
 
 
 def self_attention(m: Any, h: Tensor) -> Tensor:
@@ -158,15 +150,9 @@ def output(number: int) -> Callable[[Any, Batch], Tensor]:
     return lambda model, batch: squared_loss(lambda *args: model(*args)[number], batch)
 
 
-def views(together: bool) -> Use:
+def views(m: Any, h: Tensor) -> Tensor:
     """One layer reads the samples, and two views of each; backward comes to the views first."""
-
-    def use(m: Any, h: Tensor) -> Tensor:
-        if together:
-            return m.layer(h) + m.layer(torch.stack([h, h], 1).flatten(0, 1))[::2]
-        return m.layer(h) + m.layer(torch.cat([h, h]))[: len(h)]
-
-    return use
+    return m.layer(h) + m.layer(torch.cat([h, h]))[: len(h)]
 
 
 def bags(number: int, flatly: bool) -> Use:
@@ -259,7 +245,6 @@ EXACT: dict[str, ModelCase] = {
         batch=rows(3, 12, 3),
     ),
     "places added": around(places_added, of_places, batch=rows(3, 8, 3)),
-    "places multiplied": around(places_multiplied, of_places, batch=rows(3, 8, 3)),
     "heads without a parameter": around(
         heads(False), lambda: {"qkv": nn.Linear(D, 3 * D)}, batch=rows(3, 8, 3)
     ),
@@ -287,7 +272,6 @@ EXACT: dict[str, ModelCase] = {
     "similarities that no loss reads": held(
         contrasts, of_contrasts, batch=rows(4, 3), losses=output(0)
     ),
-    "views together": around(views(True), mix()),
     **{
         f"{number} bags{' end to end' * flatly}{', frozen head' * frozen}": held(
             bags(number, flatly),
@@ -296,7 +280,7 @@ EXACT: dict[str, ModelCase] = {
         )
         for number, flatly, frozen in (
             (2, False, False),
-            (2, True, True),
+            (2, True, False),
             (4, True, False),
             (4, False, True),
         )
@@ -368,10 +352,6 @@ def dilated(m: Any, h: Tensor) -> Tensor:
 APART: dict[str, tuple[Use, Callable[[], dict[str, Any]]]] = {
     "linear": (windows, mix()),
     "norm": (windows, mix(lambda: nn.LayerNorm(D))),
-    "attention": (
-        windows,
-        mix(lambda: nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True)),
-    ),
     "heads": (heads(True), lambda: {"qkv": nn.Linear(D, 3 * D), "layer": nn.Linear(3, 3)}),
     "recurrence": (dilated, mix(lambda: DPLSTM(D, D))),
 }
@@ -387,11 +367,6 @@ def chosen(m: Any, h: Tensor) -> Tensor:
     places = h[:, 0, 0].argsort()
     out = m.layer(h.transpose(0, 1)[:, places])
     return torch.empty_like(out).index_copy(1, places, out).transpose(0, 1)
-
-
-def of_their_mean(m: Any, h: Tensor) -> Tensor:
-    found = h.transpose(0, 1)
-    return m.layer(0 * found + found.mean(1, keepdim=True)).transpose(0, 1)
 
 
 def of_neighbours(m: Any, h: Tensor) -> Tensor:
@@ -460,15 +435,9 @@ REFUSED: dict[str, ModelCase] = {
         batch=rows(5, 5, 3),
         match=r"layer.* what it reads has 5 rows",
     ),
-    **{
-        f"two axes, {samples}": refused(
-            two_axes,
-            batch=rows(samples, 4, 3),
-            match=r"(?s)layer.*mode=\"one_by_one\"",
-            alone=True,
-        )
-        for samples in (2, 4)
-    },
+    "two axes": refused(
+        two_axes, batch=rows(4, 4, 3), match=r"(?s)layer.*mode=\"one_by_one\"", alone=True
+    ),
     **{
         f"samples along the second axis, {name}": refused(
             use, batch=rows(3, 5, 3), match="middle|head"
@@ -476,16 +445,10 @@ REFUSED: dict[str, ModelCase] = {
         for name, use in {
             "turned": lambda m, h: m.layer(h.transpose(0, 1)).roll(1, 1).transpose(0, 1),
             "chosen": chosen,
-            "of their mean": of_their_mean,
         }.items()
     },
     "neighbours": refused(
         of_neighbours, batch=rows(3, 2, 3), match=r"layer .* 6 rows for a batch of 3"
-    ),
-    "alike and apart": refused(
-        lambda m, h: positions_first(m, 0 * h) + h,
-        batch=rows(3, 4, 3),
-        match="(?s)layer.*a sample's rows lie apart",
     ),
     "types apart": refused(
         types("positions first"),
@@ -502,7 +465,7 @@ REFUSED: dict[str, ModelCase] = {
         gate=True,
     ),
     "views apart": refused(
-        views(False),
+        views,
         match=r"(?s)layer \(\w+\): what it reads has 8 rows for a batch of 4, and 6 for a batch"
         r" of 3\n.*a sample's rows lie apart.*torch\.stack\(\[a, b\], 1\)\.flatten\(0, 1\) in place"
         r' of torch\.cat\(\[a, b\]\).*mode="one_by_one"',
@@ -523,14 +486,6 @@ REFUSED: dict[str, ModelCase] = {
         refused="FC210",
         gate=True,
         match="output 1: the outputs of a sample change",
-    ),
-    "a loss of similarities, checkpointed": ModelCase(
-        lambda: Checkpointed(Holder(contrasts, **of_contrasts())),
-        rows(4, 3),
-        output(1),
-        refused="FC210",
-        match="the outputs of a sample change",
-        gate=True,
     ),
     "its own loss of similarities": held(
         own_loss,

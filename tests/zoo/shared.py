@@ -61,13 +61,11 @@ def one(layer: Callable[[], nn.Module]) -> Callable[[], dict[str, Any]]:
 
 TWICE: dict[str, ModelCase] = {
     "linear twice": around(twice, one(lambda: nn.Linear(D, D))),
-    "linear twice on vectors": around(twice, one(lambda: nn.Linear(D, D)), batch=rows(4, 3)),
     "linear thrice on long samples": around(
         lambda m, x: twice(m, m.layer(x)), one(lambda: nn.Linear(D, D)), batch=rows(3, 20, 3)
     ),
     "convolution twice": around(twice_over_channels, one(lambda: nn.Conv1d(D, D, 3, padding=1))),
     "layer norm twice": around(twice, one(lambda: nn.LayerNorm(D))),
-    "RMS norm twice": around(twice, one(lambda: nn.RMSNorm(D))),
     "group norm twice": around(twice_over_channels, one(lambda: nn.GroupNorm(2, D))),
     **{
         f"{name}, {kind} checkpoint": around(
@@ -134,10 +132,6 @@ def attend_recomputed(m: Any, x: Tensor) -> Tensor:
 
 
 TIED: dict[str, ModelCase] = {
-    "two linear layers": around(
-        lambda m, x: m.b(torch.tanh(m.a(x))),
-        lambda: tied(nn.Linear(D, D), nn.Linear(D, D), "weight"),
-    ),
     "one bias for three": around(lambda m, x: m.norm(x + m.b(m.a(x).mT).mT), one_bias_for_three),
     "three kinds": held(
         lambda m, ids: m.c(torch.tanh(m.b(torch.tanh(m.a(ids))))),
@@ -153,16 +147,6 @@ TIED: dict[str, ModelCase] = {
     "head twice": held(head_twice, language, batch=ids()),
     "head, as a function": held(
         lambda m, ids: F.linear(torch.tanh(m.hidden(m.a(ids))), m.a.weight),
-        language,
-        batch=ids(),
-    ),
-    "head, as two functions": held(
-        lambda m, ids: F.linear(m.hidden(m.a(ids)), m.a.weight) + m.hidden(m.a(ids)) @ m.b.weight.T,
-        language,
-        batch=ids(),
-    ),
-    "head, detached": held(
-        lambda m, ids: F.linear(torch.tanh(m.hidden(m.a(ids))), m.a.weight.detach()),
         language,
         batch=ids(),
     ),
@@ -239,18 +223,6 @@ ONE_CALL = ("empty",)
 SIAMESE: dict[str, ModelCase] = {
     "two calls": ModelCase(mlp, pairs(7), siamese, without=ONE_CALL, always=("units",)),
     "two calls of other lengths": ModelCase(mlp, pairs(3), siamese, without=ONE_CALL),
-    "two calls of a gain": ModelCase(
-        lambda: nn.Sequential(nn.Linear(4, 4), Gain(4), nn.Linear(4, 3)),
-        pairs(7),
-        siamese,
-        without=ONE_CALL,
-    ),
-    "two calls of an embedding": ModelCase(
-        lambda: nn.Sequential(nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)),
-        lambda: (*ids(4, 7)(), *ids(4, 7)()),
-        siamese,
-        without=ONE_CALL,
-    ),
 }
 
 # -- what is trained, and what is not -------------------------------------------------------------
@@ -300,11 +272,6 @@ def prompted(m: Any, tokens: Tensor) -> Tensor:
     return m.body(inputs_embeds=torch.cat([prompt, embedded], dim=1)).logits
 
 
-def class_token(m: Any, x: Tensor) -> Tensor:
-    """Alone trained, and joined to the batch."""
-    return torch.cat([m.token.expand(x.shape[0], -1, -1), m.project(x)], dim=1).tanh()
-
-
 TOKENS = ids(4, 6, 17)
 FROZEN: dict[str, ModelCase] = {
     "biases alone": ModelCase(only_biases, TOKENS, logits_loss, always=("units",)),
@@ -315,15 +282,6 @@ FROZEN: dict[str, ModelCase] = {
         lambda: {"body": gpt2().requires_grad_(False), "prompt": torch.randn(2, 8) * 0.5},
         batch=TOKENS,
     ),
-    "a class token alone": held(
-        class_token,
-        lambda: {
-            "token": torch.randn(1, 1, 4),
-            "project": nn.Linear(4, 4).requires_grad_(False),
-        },
-        batch=rows(5, 3, 4),
-    ),
-    "bare parameters alone": ModelCase(lambda: nn.Sequential(Gain(4), Gain(4)), rows(5, 3, 4)),
 }
 
 CASES: dict[str, ModelCase] = TWICE | TIED | BORROWED | SIAMESE | FROZEN

@@ -58,16 +58,7 @@ def changed_in_place(m: Any, x: Tensor) -> Tensor:
 
 LINEAR: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "parents": (lambda m, x: F.linear(x, m.weight, m.bias) * m.gain, {"LinearGrad", "SumGrad"}),
-    "by_name": (
-        lambda m, x: F.linear(input=x, weight=m.weight, bias=m.bias),
-        {"LinearGrad", "SumGrad"},
-    ),
     "falcon": (lambda m, x: x @ m.weight.T + m.bias, {"LinearGrad", "DenseGrad"}),
-    "transposed": (lambda m, x: torch.matmul(x, m.weight) - m.bias, {"LinearGrad", "DenseGrad"}),
-    "turned_twice": (
-        lambda m, x: F.linear(x, m.weight.t().mT, -1.0 - m.bias),
-        {"LinearGrad", "DenseGrad"},
-    ),
     "scaled_weight": (
         lambda m, x: F.linear(x, 0.3 * m.weight / 2, 2 * m.bias),
         {"LinearGrad", "DenseGrad"},
@@ -75,7 +66,6 @@ LINEAR: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "shifted": (lambda m, x: x @ (1 - m.weight.double()), {"LinearGrad"}),
     "changed_in_place": (changed_in_place, {"DenseGrad"}),
     "standardised": (lambda m, x: F.linear(x, m.weight - m.weight.mean(1, True)), {"DenseGrad"}),
-    "reshaped": (lambda m, x: x @ m.weight.reshape(-1)[[*range(D * D)]].view(D, D), {"DenseGrad"}),
     "permuted": (lambda m, x: x @ m.weight[[*reversed(range(D))]], {"DenseGrad"}),
     "scaled_by_itself": (
         lambda m, x: F.linear(x, m.weight) * m.weight.sum(),
@@ -123,17 +113,13 @@ DENSE, ROWS = {"DenseGrad"}, {"SumGrad"}
 NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "llama": (lambda m, x: m.weight * hat(m, x), DENSE),
     "gemma": (lambda m, x: hat(m, x) * (1.0 + m.weight.double()), DENSE),
-    "eps_outside": (lambda m, x: m.weight * (x / (x.norm(dim=-1, keepdim=True) + m.eps)), DENSE),
     "per_head": (per_head, DENSE),
     "gated": (gated, DENSE),
     "channels_first": (channels_first, DENSE),
-    "one_axis_more": (lambda m, x: hat(m, x) * m.weight[None, None] + m.bias.view(1, -1), DENSE),
     "enlarged": (lambda m, x: hat(m, x) * (m.weight + x.new_ones(T, 1).cumsum(0)), DENSE),
     "layer_norm": (lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, m.eps), ROWS),
     "rms_norm": (lambda m, x: F.rms_norm(x, (D,), m.weight), DENSE),
-    "rms_norm_shifted": (lambda m, x: F.rms_norm(x, (D,), 2 - m.weight, m.eps), DENSE),
     "both_axes": (lambda m, x: F.layer_norm(x, (T, D), bias=m.bias.expand(T, D)), DENSE),
-    "twice": (lambda m, x: m.weight * hat(m, m.weight * hat(m, x)), DENSE),
 }
 
 
@@ -200,10 +186,6 @@ IN_FP32 = ("autocast", "functorch")
 
 CAST: dict[str, Callable[[], nn.Module]] = {
     "gemma": lambda: Norm(lambda m, x: hat(m, x) * (1.0 + m.weight.float())),
-    "float_norm": lambda: Norm(lambda m, x: (hat(m, x).float() * m.weight.float()).double()),
-    "layer_norm": lambda: Norm(
-        lambda m, x: F.layer_norm(x.float(), (D,), m.weight.float(), m.bias.float()).double()
-    ),
     "linear": lambda: SpeltLinear(
         lambda m, x: F.linear(x.float(), m.weight.float(), m.bias.float()).double()
     ),
