@@ -13,6 +13,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -144,6 +145,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            self._trainings += 1
             self.run.detach()
 
     def get_train_dataloader(self) -> Any:
@@ -202,17 +204,13 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         def collate(samples: list[Any]) -> Any:
             return self._prepare_inputs(loader.collate_fn.part(samples))
 
-        def losses(inputs: Any, samples: int) -> Tensor:
-            self._samples = samples
-            return self._losses(model, inputs, label_smoothing=0.0)
-
         with asking(model), self.accelerator.autocast():
             samples = [loader.dataset[index] for index in range(min(8, len(loader.dataset)))]
             # Batches may be for the losses of a subclass only.
             with nullcontext() if is_ours else suppress(Exception):
                 self._shifts = shifts_labels(model, samples, collate)
             if is_ours:
-                compare(model, samples, collate, losses)
+                compare(model, samples, collate, partial(self._losses, model))
         reshard(model)
 
     def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -296,10 +294,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         ``compute_loss_func(outputs, labels, num_items_in_batch=None)``, where it was given. For
         tokens it is the mean over a sample's own. Override it for another loss, for training;
         evaluation has the Trainer's own ``compute_loss``."""
-        return self._losses(model, inputs, label_smoothing=self.args.label_smoothing_factor)
+        return self._losses(model, inputs, self._samples, self.args.label_smoothing_factor)
 
     def _losses(
-        self, model: nn.Module, inputs: dict[str, Any], *, label_smoothing: float
+        self, model: nn.Module, inputs: dict[str, Any], samples: int, label_smoothing: float = 0.0
     ) -> Tensor:
         inputs = dict(inputs)
         plain = self.accelerator.unwrap_model(self.model)
@@ -312,7 +310,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                     f"{type(index).__name__} in a batch; expected a tensor by that name from "
                     "data_collator, with the unit of every row, [R], or of every position, [R, T]."
                 )
-            found = self._units.of_call(index, batched_inputs((), without), self._samples)
+            found = self._units.of_call(index, batched_inputs((), without), samples)
             units = found.map.index_M.view(found.shape), found.count
             if self.run.hooks is None:  # which would take the argument off
                 inputs = without
@@ -438,9 +436,6 @@ class _Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.run.check_steps(state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._trainings += 1
 
 
 def _decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
