@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.capture.units import INTEGERS
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad, UnitMap
 from flash_clipping.ops.runtime.checks import check_on_device
@@ -130,12 +131,7 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
             "FC261 flash_clipping.samples(...): found inside what torch.compile traces; expected "
             "an ordinary forward. Keep this module out of it: torch.compiler.disable(module)."
         )
-    integers = isinstance(index, Tensor) and not (
-        index.is_floating_point()
-        or index.is_complex()
-        or index.dtype == torch.bool
-        or index.is_meta
-    )
+    integers = isinstance(index, Tensor) and index.dtype in INTEGERS and not index.is_meta
     if not integers or index.dim() != 1 or isinstance(count, bool) or not isinstance(count, int):
         found = (
             f"a tensor of shape {tuple(index.shape)} and {index.dtype} on {index.device}"

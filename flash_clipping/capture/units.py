@@ -192,7 +192,7 @@ class UnitsOfCalls:
             index_R = draw.in_order(draw.unit_R)
             return Units(index_R, max(1, draw.samples), index_R)
         where = f"the model: unit=Documents({self.name!r})"
-        if not isinstance(given, Tensor) or given.dtype not in _INTEGERS:
+        if not isinstance(given, Tensor) or given.dtype not in INTEGERS:
             found = given.dtype if isinstance(given, Tensor) else type(given).__name__
             raise FlashClippingError(
                 f"FC270 {where}: found {found}; expected an integer tensor with the unit of every "
@@ -219,21 +219,20 @@ class UnitsOfCalls:
                 f"{rows} rows; expected [{rows}], or [{rows}, positions] as the model's own inputs "
                 "have."
             )
-        return self._checked(where, given, given, drawn)
+        return self._checked(where, given, drawn)
 
-    def _checked(self, where: str, index: Tensor, given: Tensor, drawn: int | None) -> Units:
+    def _checked(self, where: str, given: Tensor, drawn: int | None) -> Units:
         """The map, with its values in range."""
-        if index.dim() == 2 and not self.batch_first:
+        if given.dim() == 2 and not self.batch_first:
             raise FlashClippingError(
                 f"FC274 {where}: a map of positions, [R, T], and batch_first=False. Give the model "
                 "its batch on the first axis."
             )
         # A copy: the map is read in backward, and the tensor is the user's.
-        index = index.detach().to(torch.int64, copy=True)
-        on_cpu = index.device.type == "cpu"
+        index = given.detach().to(torch.int64, copy=True)
         if drawn is not None:
             count = drawn
-        elif on_cpu:
+        elif index.device.type == "cpu":
             count = int(index.max()) + 1 if index.numel() else 0
         elif index.dim() == 1:
             count = len(index)  # at most; units without rows have a norm of 0
@@ -295,7 +294,8 @@ class UnitsOfCalls:
         return Units(index_T.unsqueeze(0), count, given, in_order=True)
 
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+#: Dtypes of maps.
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _signature(module: nn.Module) -> tuple[inspect.Signature, bool]:

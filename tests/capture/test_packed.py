@@ -360,6 +360,22 @@ class FirstToLast(Reader):
         return super().mask(document) | (document[:, :, None] == last) & (document[:, None] == 0)
 
 
+@pytest.mark.parametrize("pair", [(1, 3), (2, 0), (4, 2)], ids=str)
+def test_of_any_two_documents_none_may_read_the_other(pair: tuple[int, int]) -> None:
+    """Both may be changed, or kept, by one run that changes several."""
+
+    class Leaks(Reader):
+        def mask(self, document: Tensor) -> Tensor:
+            reads, read = pair
+            return super().mask(document) | (
+                (document[:, :, None] == reads) & (document[:, None] == read)
+            )
+
+    flash = GradSampleModuleFlashClipping(Leaks(), unit=Documents("document"))
+    with raises("FC277", match=r"out \(Linear\)"):
+        flash(*one_row((3, 2, 1, 4, 2, 3)))
+
+
 class NextToken(nn.Module):
     """Reads the position behind, across documents."""
 

@@ -2,14 +2,16 @@
 
 Before the first step with two documents or more, and when the model is called with other kinds of
 arguments, it runs on the batch as it is, and again with other tokens in some documents; their
-places stay. What layers read at the positions of all others must stay as it was. Documents are
-changed all but one (the first, the last, one between), and every second one. In a last run all
-inputs change, places as well: what stays then does not derive from the inputs.
+places stay. What layers read at the positions of all others must stay as it was. Each run keeps
+documents whose number has, or has not, one bit: of any two, each stays while the other changes. In
+a last run all inputs change, places as well: what stays then does not derive from the inputs.
 
 ``R`` rows of the batch, ``T`` positions of each, ``N = R·T``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -60,7 +62,6 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     except ModelsOwnError:
         return  # the forward itself will raise it
     known.proven = {read[0] for read in whole}
-    documents = index_N[index_N >= 0].unique().tolist()
     sources = [  # inputs that have an entry for every position
         x
         for x in tensors_in((subject.args, subject.kwargs))
@@ -69,10 +70,8 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     content = _content(units, sources)
     others: list[tuple[Reads, Tensor, Tensor]] = []
     try:
-        for kept in _kept(documents) if len(documents) > 1 else ():
-            kept_N = torch.isin(index_N, torch.tensor(kept))
-            stays_N = kept_N | (index_N < 0)  # padding is nobody's
-            others.append((reads_where(stays_N, content), kept_N, ~stays_N))
+        for kept_N, moved_N in _kept(index_N):
+            others.append((reads_where(~moved_N, content), kept_N, moved_N))
         moved = [*(reads for reads, _, _ in others), reads_where(nothing_N, sources)]
     except ModelsOwnError as error:
         raise FlashClippingError(
@@ -107,11 +106,15 @@ def _content(units: Units, sources: list[Tensor]) -> list[Tensor]:
     return said or candidates or places[:1]  # tokens may be consecutive, too; they come first
 
 
-def _kept(documents: list[int]) -> list[list[int]]:
-    """Which documents stay as they are, run by run."""
-    first, last, between = documents[:1], documents[-1:], [documents[len(documents) // 2]]
-    chosen = [last, first, documents[::2], documents[1::2], between]
-    return [list(kept) for kept in dict.fromkeys(map(tuple, chosen))]
+def _kept(index_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which positions of documents stay, and which change, run by run; padding is nobody's."""
+    inside_N = index_N >= 0
+    documents = index_N[inside_N].unique()
+    number_N = torch.searchsorted(documents, index_N)
+    for bit in range(max(len(documents) - 1, 0).bit_length()):
+        has_bit_N = (number_N >> bit & 1).bool()
+        for kept_N in (has_bit_N, ~has_bit_N):
+            yield kept_N & inside_N, ~kept_N & inside_N
 
 
 def other_tokens(stays_N: Tensor, x: Tensor) -> Tensor:
