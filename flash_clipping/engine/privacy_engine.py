@@ -560,7 +560,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """All that ε depends on, to publish with a model: plain values, for ``json.dumps``.
 
         Returns:
-            ``epsilon`` by ``"pld"``, ``"prv"``, ``"rdp"`` and ``"gdp"``, each with ``is_bound``, or
+            ``epsilon`` by ``"pld"``, ``"prv"`` and ``"rdp"``, each with ``is_bound``, or
             ``None`` and ``why``. ``relation`` and ``unit`` (the neighbours), ``assumptions``,
             ``violated`` (there was a warning), ``seeds`` (empty, or no release is private),
             ``parts`` (sampling, noise, steps), ``releases`` (for

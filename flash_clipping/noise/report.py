@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args, get_type_hints
 
-import numpy as np
 from opacus.accountants import RDPAccountant
-from opacus.accountants.analysis import gdp
 
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
@@ -39,7 +37,6 @@ _KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
     "pld": (_TAKES_PART, ""),
     "prv": (("poisson",), "knows Poisson batches with independent noise only"),
     "rdp": (("poisson", "always"), "knows Gaussian mechanisms, also of Poisson batches, only"),
-    "gdp": (("poisson",), "knows Poisson batches of one rate and noise only"),
 }
 
 _PACKAGES = ("flash-clipping", "opacus", "torch", "dp-accounting", "numpy", "scipy")
@@ -242,27 +239,11 @@ def _epsilon(name: str, releases: Sequence[Release], delta: float) -> tuple[floa
             return epsilon_by_pld(tuple(releases), delta), ""
         except ImportError as error:
             return None, str(error)
-    if name == "gdp":
-        return _by_gdp(releases, delta)
     accountant: Any = FeasiblePrvAccountant() if name == "prv" else RDPAccountant()
     accountant = DiscreteGaussianAccountant() if is_discrete else accountant
     accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
     with without_hints():
         return float(accountant.get_epsilon(delta)), ""
-
-
-def _by_gdp(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
-    """By a central limit."""
-    kinds = {(r.noise_multiplier, r.rate) for r in releases}
-    if len(kinds) > 1:
-        return None, _KNOWN["gdp"][1]
-    steps, ((noise, rate),) = sum(r.times for r in releases), kinds
-    with suppress(ValueError, OverflowError), np.errstate(all="ignore"):
-        found = gdp.compute_eps_poisson(
-            steps=steps, noise_multiplier=noise, sample_rate=rate, delta=delta
-        )
-        return float(found), "a limit for many steps, which may be too small"
-    return None, "finds no epsilon that is as large, or as small"
 
 
 def _versions() -> dict[str, str | None]:

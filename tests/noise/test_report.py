@@ -60,14 +60,11 @@ def test_every_accountant_says_the_same_of_poisson_batches(accountant: str) -> N
     assert len(engine.accountant) == 10
     report = json.loads(json.dumps(engine.report(DELTA)))
     found = report["epsilon"]
-    assert found[accountant]["epsilon"] == pytest.approx(engine.get_epsilon(DELTA), rel=1e-6)
-    assert {name: e["is_bound"] for name, e in found.items()} == {
-        "pld": True,
-        "prv": True,
-        "rdp": True,
-        "gdp": False,
-    }
-    assert "limit" in found["gdp"]["why"]
+    if accountant != "gdp":  # a limit for many steps, and no bound: reports have none
+        assert found[accountant]["epsilon"] == pytest.approx(engine.get_epsilon(DELTA), rel=1e-6)
+    assert {name: e["is_bound"] for name, e in found.items()} == dict.fromkeys(
+        ("pld", "prv", "rdp"), True
+    )
     assert found["prv"]["epsilon"] == pytest.approx(found["pld"]["epsilon"], abs=0.02)
     assert found["rdp"]["epsilon"] > found["pld"]["epsilon"]
     assert report["relation"] == ADD_OR_REMOVE and report["unit"] == "a sample of the dataset"
@@ -157,7 +154,6 @@ def test_runs_compose_as_one_history() -> None:
     together = theirs.get_epsilon(DELTA)
     assert found["pld"]["epsilon"] == pytest.approx(together, abs=0.02)
     assert found["prv"]["epsilon"] == pytest.approx(together, abs=0.02)
-    assert found["gdp"]["epsilon"] is None and "one rate and noise" in found["gdp"]["why"]
     assert together < sum(r["epsilon"]["pld"]["epsilon"] for r in reports) - 0.1
     assert [part["accountant"] for part in compose(reports)["parts"]] == ["prv", "pld"]
 
@@ -191,7 +187,7 @@ def test_statistics_are_gaussian_mechanisms() -> None:
     exact = dp.get_epsilon_gaussian((3 / 4 + 1 / 9) ** -0.5, DELTA)
     found = compose(parts)["epsilon"]
     assert found["pld"]["epsilon"] == pytest.approx(exact, rel=1e-6)
-    assert found["gdp"]["epsilon"] is None and "Poisson" in found["gdp"]["why"]
+    assert found["prv"]["epsilon"] is None and "Poisson" in found["prv"]["why"]
 
 
 def test_reports_that_do_not_compose_are_refused() -> None:
