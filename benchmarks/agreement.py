@@ -22,10 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.methods import Method, Setting
 from benchmarks.workload import loss
+from flash_clipping.diagnostics.oracle import Oracle, Samples, Task, cast
 
 MARGIN = 3.0
 """A method may be off by so many times the rounding of the plain model in the same dtype."""
@@ -90,8 +91,8 @@ def one_at_a_time(
 ) -> Fingerprint:
     """Norms and clipped sum of the plain model's gradients, one sample after the other.
 
-    ``dtype`` is that of forward and backward; norms are taken in fp64 and sums in fp32 at least.
-    ``checkpointing`` takes less memory, of models of ``transformers``.
+    ``dtype`` is that of forward and backward; norms and sums are taken in fp64. ``checkpointing``
+    takes less memory, of models of ``transformers``.
     """
     model = setting.build().to(dtype)
     if checkpointing:
@@ -99,22 +100,14 @@ def one_at_a_time(
             if hasattr(module, "gradient_checkpointing_enable"):
                 module.gradient_checkpointing_enable({"use_reentrant": False})
                 break
-    if inputs.is_floating_point():
-        inputs = inputs.to(dtype)
-    params = [p for p in model.parameters() if p.requires_grad]
-    wide = torch.promote_types(dtype, torch.float32)
-    sums = [torch.zeros_like(p, dtype=wide, requires_grad=False) for p in params]
-    norms: list[Tensor] = []
-    for b in range(len(inputs)):
-        loss(model(inputs[b : b + 1]), targets[b : b + 1]).backward()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        squares = [g.to(wide).square().sum(dtype=torch.float64) for g in grads]
-        norms.append(torch.stack(squares).sum().sqrt())
-        coefficient = (setting.max_grad_norm / (norms[-1] + 1e-6)).clamp(max=1.0)
-        for total, grad in zip(sums, grads, strict=True):
-            total += grad.to(wide) * coefficient.to(wide)
-        model.zero_grad(set_to_none=True)
-    return Fingerprint(torch.stack(norms).cpu(), None, [*map(_kept, sums)])
+    samples = Samples(cast((inputs, targets), dtype), True, model)
+    task = Task(model, samples, _loss, "mean", batch_first=True, seed=setting.seed)
+    oracle = Oracle(task, setting.max_grad_norm)
+    return Fingerprint(oracle.norms_B, None, [*map(_kept, oracle.sums.values())])
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss(model(batch[0]), batch[1])
 
 
 def _kept(total: Tensor) -> Tensor:

@@ -31,6 +31,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "timed, their norms and clipped sums are compared with the plain model's on one sample at "
         "a time in fp32; where ours are wrong, that is an error and nothing is timed.",
     )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and how often."""
     add_setting_options(parser)
     parser.add_argument("--batch", type=int, help="override the model's batch size")
     parser.add_argument("--seq", type=int, nargs="+", help="override the model's sequence length")
@@ -49,7 +55,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="on a CPU, time that passes or the process's CPU time; the latter with --threads 1 "
         "on a machine that is shared",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -74,38 +79,40 @@ def run(options: argparse.Namespace, console: Console) -> int:
             f"{each.workload.name}: B {each.workload.batch}, T {each.workload.positions}, "
             f"{str(each.dtype).removeprefix('torch.')} on {record.environment['device']}"
         )
-        since = time.monotonic()
-        with console.status("") as status_line:
-            session.measure_memory(status_line.update)
-            built = time.monotonic()
-            try:
-                session.check(status_line.update)
-                wrong = ""
-            except Disagreement as error:
-                wrong = str(error)
-            checked = time.monotonic()
-            console.print(agreement(session), markup=False, soft_wrap=True)
-            if wrong:
-                console.print(f"[bold red]Nothing was timed: {wrong}[/]")
-                status = 1
-                continue
-            session.time(
-                rounds=options.rounds,
-                steps=options.steps,
-                warmup=options.warmup,
-                clock=options.clock,
-                done=status_line.update,
-            )
+        if not is_measured(session, options, console):
+            status = 1
+            continue
         rows = list(session.rows.values())
-        console.print(step_table(rows), markup=False, soft_wrap=True)
-        seconds = built - since, checked - built, time.monotonic() - checked
-        console.print("first steps took {:.0f} s, agreement {:.0f}, turns {:.0f}".format(*seconds))
         record.rows += rows
         if any(row.status == "failed" for row in rows if METHODS[row.method].ours):
             status = 1
         if options.json:  # after every model, so that an interrupted run leaves what it has
             record.write(options.json)
     return status
+
+
+def is_measured(session: Session, options: argparse.Namespace, console: Console) -> bool:
+    """Memory and agreement, then times; nothing is timed where methods disagree."""
+    since = time.monotonic()
+    with console.status("") as line:
+        session.measure_memory(line.update)
+        built = time.monotonic()
+        wrong = ""
+        try:
+            session.check(line.update)
+        except Disagreement as error:
+            wrong = str(error)
+        checked = time.monotonic()
+        console.print(agreement(session), markup=False, soft_wrap=True)
+        if wrong:
+            console.print(f"[bold red]Nothing was timed: {wrong}[/]")
+            return False
+        turns = {name: getattr(options, name) for name in ("rounds", "steps", "warmup", "clock")}
+        session.time(**turns, done=line.update)
+    console.print(step_table(list(session.rows.values())), markup=False, soft_wrap=True)
+    seconds = built - since, checked - built, time.monotonic() - checked
+    console.print("first steps took {:.0f} s, agreement {:.0f}, turns {:.0f}".format(*seconds))
+    return True
 
 
 def agreement(session: Session) -> str:

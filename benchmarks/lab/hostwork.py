@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import os
 import statistics
@@ -25,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -75,16 +75,16 @@ def _named(name: str) -> Model:
 #: Small models with as many layers as those that they are named after, or half of them; and a wide
 #: one, whose kernels are counted: attention, then convolutions up to the image's size.
 MODELS: dict[str, Callable[[], Model]] = {
-    "bert": functools.partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
-    "smollm": functools.partial(
+    "bert": partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
+    "smollm": partial(
         _kind, "LlamaForCausalLM", text(), num_hidden_layers=12, tie_word_embeddings=True
     ),
-    "t5": functools.partial(
+    "t5": partial(
         _kind, "T5ForConditionalGeneration", text_to_text(), num_layers=6, num_decoder_layers=6
     ),
-    "qwen3-moe": functools.partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
-    "wrn": functools.partial(_named, "wrn-tiny"),
-    "dpt": functools.partial(
+    "qwen3-moe": partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
+    "wrn": partial(_named, "wrn-tiny"),
+    "dpt": partial(
         _kind,
         "DPTForDepthEstimation",
         image(112),
@@ -140,15 +140,17 @@ class _NoKernels(dict[Hashable, Any]):
 @contextlib.contextmanager
 def no_kernels() -> Iterator[None]:
     """Let operations go the way of Triton, whose launches do nothing but look for a kernel."""
-    names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
-    with mock.patch.dict(os.environ, names):
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         from flash_clipping.ops.runtime import backend, tiles
 
-        with (
-            mock.patch.object(backend, "_resolved", functools.cache(backend._resolved.__wrapped__)),
-            mock.patch.object(tiles, "_found", _NoKernels()),
-        ):
+        found = mock.patch.object(tiles, "_found", _NoKernels())
+        with found, mock.patch.object(backend, "_resolved", _triton):
             yield
+
+
+def _triton(wanted: str, dtype: torch.dtype, _: str) -> str:
+    """The backend that a GPU would have."""
+    return "torch" if wanted == "torch" or dtype == torch.float64 else "triton"
 
 
 def _loss(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -243,9 +245,6 @@ def asked_for() -> Iterator[set[tuple[str, str]]]:
         found.add((fn.name.rpartition(".")[2], key))
         return True  # it is not to be compiled
 
-    def resolved(wanted: str, tensor: Tensor) -> str:
-        return "torch" if wanted == "torch" or tensor.dtype == torch.float64 else "triton"
-
     def on_gpu(choose: Callable[..., str]) -> Callable[..., str]:
         return lambda _, *args, **kwargs: choose("cuda", *args, **kwargs)
 
@@ -262,7 +261,7 @@ def asked_for() -> Iterator[set[tuple[str, str]]]:
         stack.enter_context(mock.patch.object(driver, "_active", hopper))
         stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", note))
         stack.enter_context(mock.patch.multiple(tiles, **facts))
-        stack.enter_context(mock.patch.multiple(backend, compilation=found, resolve=resolved))
+        stack.enter_context(mock.patch.multiple(backend, compilation=found, _resolved=_triton))
         for name in ("choose_on", "choose_for_convolution"):
             stack.enter_context(mock.patch.object(cost, name, on_gpu(getattr(cost, name))))
         yield found
@@ -310,27 +309,26 @@ def kernels_of(name: str, dtype: torch.dtype) -> Counter[str]:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     rows: list[dict[str, Any]] = []
-    if options.kernels:
-        table = Table("model", "kernels", "of these")
-        for name in options.kernels:
-            kernels = dict(sorted(kernels_of(name, DTYPES[options.dtype]).items()))
-            rows.append({"model": name, "dtype": options.dtype, "kernels": kernels})
-            each = ", ".join(f"{kernel} {n}" for kernel, n in kernels.items())
-            table.add_row(name, str(sum(kernels.values())), each)
-    else:
-        heads = "model", "layers", "plain ms", "private ms", "ratio", "first step", "calls a layer"
-        table = Table(*heads, "by part")
+    for name in options.kernels or ():
+        kernels = dict(sorted(kernels_of(name, DTYPES[options.dtype]).items()))
+        rows.append({"model": name, "dtype": options.dtype, "kernels": kernels})
+    if not options.kernels:
         torch.set_num_threads(1)
-        for name in options.models:
-            row, functions = measure(name, options.steps)
-            rows.append(row)
-            for where, count in functions.most_common(options.calls):
-                print(f"  {count:6.1f}  {where}", file=console.file)
-            parts = ", ".join(f"{part} {count:.0f}" for part, count in row["calls_by_part"].items())
-            figures = [f"{row[key]:.2f}" for key in ("plain_ms", "private_ms", "ratio")]
-            figures += [f"{row[key]:.0f}" for key in ("first_over_later", "calls_per_layer")]
-            table.add_row(name, str(row["layers"]), *figures, parts)
+    for name in options.models if not options.kernels else ():
+        row, functions = measure(name, options.steps)
+        rows.append(row)
+        for where, count in functions.most_common(options.calls):
+            print(f"  {count:6.1f}  {where}", file=console.file)
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(_words, row.values()))
     console.print(table)
     about = {"command": options.command, **describe(torch.device("cpu"))}
     write_json(options.json, about | {"rows": rows})
     return 0
+
+
+def _words(figure: Any) -> str:
+    if isinstance(figure, dict):
+        return ", ".join(f"{name} {count:.0f}" for name, count in figure.items())
+    return f"{figure:.2f}" if isinstance(figure, float) else str(figure)

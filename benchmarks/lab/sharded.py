@@ -27,14 +27,13 @@ from rich.console import Console
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from benchmarks import environment, models, options
+from benchmarks import environment, models, options, step
 from benchmarks.agreement import Fingerprint
 from benchmarks.measure import settle
 from benchmarks.methods import Method, NonPrivate
 from benchmarks.options import UsageError
 from benchmarks.records import summaries, write_json
-from benchmarks.report import step_table
-from benchmarks.session import DISTINCT_BATCHES, Disagreement, Group, Session
+from benchmarks.session import DISTINCT_BATCHES, Group, Session
 
 #: How a decoder of :mod:`benchmarks.models` is cut by tensor parallelism: features that layers
 #: give ("outputs") or read ("inputs"), rows of a table ("words").
@@ -165,17 +164,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shards", choices=["fsdp2", "hsdp", "tp", "experts"], default="fsdp2")
-    options.add_setting_options(parser)
-    parser.add_argument("--batch", type=int, help="samples of each process")
-    parser.add_argument("--seq", type=int, help="override the model's sequence length")
+    step.add_options(parser)
     parser.add_argument(
         "--bucket", type=int, default=256, metavar="MB", help="of sums sent at once"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each method")
-    parser.add_argument("--steps", type=int, default=8, help="in a turn")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
     model = "decoder-1" if on_gpu else "tiny"
-    parser.set_defaults(run=run, model=[model], methods="nonprivate,flash")
+    parser.set_defaults(model=[model], methods="nonprivate,flash", rounds=5, steps=8, run=run)
 
 
 def run(chosen: argparse.Namespace, console: Console) -> int:
@@ -205,7 +199,9 @@ def _run(
     console: Console,
     device: torch.device,
 ) -> int:
-    asked = options.setting(chosen, chosen.model[0], batch=chosen.batch, seq=chosen.seq)
+    asked = options.setting(
+        chosen, chosen.model[0], batch=chosen.batch, seq=(chosen.seq or [None])[0]
+    )
     setting = dataclasses.replace(asked, device=device, compile=False)  # blocks are compiled
     own = chosen.shards != "tp"  # by which all compute with one batch
     seeded = dataclasses.replace(setting, seed=dist.get_rank() if own else 0)
@@ -216,17 +212,9 @@ def _run(
         group=Processes(device, own),
         batches=seeded.draw(1) * DISTINCT_BATCHES,
     )
-    session.measure_memory()
-    try:
-        session.check()
-    except Disagreement as error:
-        console.print(f"[bold red]Nothing was timed: {error}[/]")
+    if not step.is_measured(session, chosen, console):
         return 1
-    session.time(rounds=chosen.rounds, steps=chosen.steps, warmup=chosen.warmup)
     rows = list(session.rows.values())
-    for row in rows:
-        console.print(f"{row.method}: off by {row.norm_error} (norms), {row.gradient_error} (sums)")
-    console.print(step_table(rows), markup=False, soft_wrap=True)
     sent = {name: _collectives(session.step_of(name)) for name in session.running()}
     for name, collectives in sent.items():
         each = ", ".join(f"{calls} {kind}" for kind, calls in collectives.items())
@@ -249,8 +237,8 @@ def _run(
     return int(any(row.status == "failed" for row in rows if known[row.method].ours))
 
 
-def _collectives(step: Callable[[], None]) -> dict[str, int]:
+def _collectives(work: Callable[[], None]) -> dict[str, int]:
     """Calls of collectives in one step of this process, by operator."""
     with CommDebugMode() as found:
-        step()
+        work()
     return {operator.__name__: calls for operator, calls in found.get_comm_counts().items()}
