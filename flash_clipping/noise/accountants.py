@@ -93,17 +93,12 @@ class PldAccountant(CountsSteps, IAccountant):
 
     def follow(self, process: Mechanism) -> None:
         """Account for this process from now on; ``ValueError`` after steps of another one."""
-        if self.is_used and not (process.is_plain and self.process.is_plain):
+        is_another = bool(self.history) and process != self.process
+        if is_another or (self.is_used and not (process.is_plain and self.process.is_plain)):
             raise InvalidValue(
-                "FC562 accountant: make_private was called on this engine before. Steps of two "
-                "models, or of two runs, cannot be told apart where batches have a fixed size or "
-                "noise is correlated. Use a new engine for each."
-            )
-        if self.history and process != self.process:
-            raise InvalidValue(
-                f"FC562 accountant: found {len(self)} steps of {self.process.state_dict()}, and "
-                f"now {process.state_dict()}. One engine accounts for one of them: use a new "
-                "engine."
+                f"FC562 accountant: this engine accounts for {self.process.state_dict()}, and is "
+                f"now asked to for {process.state_dict()}. Steps of two models, or of two runs, "
+                "cannot be told apart here. Use a new engine for each."
             )
         self.process, self._begins, self.before_run = process, True, None
 

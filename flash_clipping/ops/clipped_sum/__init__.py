@@ -63,22 +63,19 @@ def clipped_sums_many(
         for A_BTd, _ in groups:
             shapes.check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    kinds: list[list[int]] | None = memo.get("kinds")
+    kinds: list[tuple[bool, list[int]]] | None = memo.get("kinds")
     if kinds is None:
-        kinds = memo["kinds"] = shapes.busy_kinds([(A, (G,)) for A, G in pairs])
+        kinds = memo["kinds"] = shapes.kinds_of_groups([(A, (G,)) for A, G in pairs])
     results: dict[int, Tensor] = {}
-    for number, members in enumerate(kinds):
+    for number, (is_busy, members) in enumerate(kinds):
         alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
         run = reference.clipped_sums_many
-        sums = backends.run(run, backend, decides, alike, coef_B, memo.setdefault(number, {}))
+        of_kind = run, backend if is_busy else "torch", decides
+        sums = backends.run(*of_kind, alike, coef_B, memo.setdefault(number, {}))
         if alike is pairs:
             return sums
         results.update(zip(members, sums, strict=True))
-    for i, (A, G) in enumerate(pairs):
-        if i not in results:  # without elements
-            size, dtype = (G.shape[2], A.shape[2]), shapes.accumulator(A, G)
-            results[i] = A.new_zeros(size, dtype=dtype)
     return [results[i] for i in range(len(pairs))]
 
 

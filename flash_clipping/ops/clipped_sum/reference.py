@@ -52,7 +52,7 @@ def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
     least = -(-TOGETHER // max(1, A_BTd.shape[1]))
     samples = max(1, least, CONVERTED // max(1, per_sample))
     totals: list[Tensor] = []
-    for b in range(0, A_BTd.shape[0], samples):
+    for b in range(0, max(1, A_BTd.shape[0]), samples):  # of no samples: zeros
         chunk = slice(b, b + samples)
         Gs_wide = [G[chunk].to(dtype) for G in Gs]
         sums = _products(A_BTd[chunk].to(dtype), Gs_wide, coef_B[chunk])

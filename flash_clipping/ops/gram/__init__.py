@@ -46,27 +46,18 @@ def gram_blocks(
     ``memo`` as in :func:`flash_clipping.ops.linear.linear_sqnorm_blocks`. Groups without layers
     have no rows."""
     memo = {} if memo is None else memo
-    kinds: list[list[int]] | None = memo.get("kinds")
+    kinds: list[tuple[bool, list[int]]] | None = memo.get("kinds")
     if kinds is None:
-        kinds = memo["kinds"] = shapes.busy_kinds(ready)
+        kinds = memo["kinds"] = shapes.kinds_of_groups(ready)
     blocks: list[SqnormBlock] = []
-    for number, busy in enumerate(kinds):
-        groups = [ready[i] for i in busy]
-        found = backends.run(
-            reference.gram_blocks, backend, groups[0][0], groups, memo.setdefault(number, {})
-        )
-        if len(busy) < len(ready):
+    for number, (is_busy, members) in enumerate(kinds):
+        groups = [ready[i] for i in members]
+        of_kind = reference.gram_blocks, backend if is_busy else "torch", groups[0][0]
+        found = backends.run(*of_kind, groups, memo.setdefault(number, {}))
+        if len(members) < len(ready):
             found = [
-                block._replace(order=[(busy[i], layer) for i, layer in block.order])
+                block._replace(order=[(members[i], layer) for i, layer in block.order])
                 for block in found
             ]
         blocks += found
-    if sum(map(len, kinds)) < len(ready):
-        for idle in {*range(len(ready))}.difference(*kinds):
-            A_BTd, Gs = ready[idle]
-            if Gs:
-                order = [(idle, layer) for layer in range(len(Gs))]
-                size, dtype = (len(Gs), len(A_BTd)), shapes.accumulator(A_BTd, *Gs)
-                zeros = [A_BTd.new_zeros(size, dtype=dtype) for _ in range(3)]
-                blocks.append(SqnormBlock(order, *zeros))
     return blocks

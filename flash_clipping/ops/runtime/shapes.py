@@ -50,15 +50,16 @@ class Normalized(NamedTuple):
     rstd: Tensor
 
 
-def busy_kinds(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of groups that one implementation takes together: one device, the same dtypes.
-    Without groups that have no elements, or no layers."""
-    kinds: dict[object, list[int]] = {}
+def kinds_of_groups(groups: Sequence[Group]) -> list[tuple[bool, list[int]]]:
+    """Indices of groups that one implementation takes together: one device, the same dtypes; and
+    whether these have elements. Without groups that have no layers."""
+    kinds: dict[tuple[bool, object], list[int]] = {}
     for index, (A, Gs) in enumerate(groups):
-        if A.numel() and any([G.numel() for G in Gs]):
+        if Gs:
+            is_busy = bool(A.numel()) and any([G.numel() for G in Gs])
             kind = (A.get_device(), A.dtype, frozenset([G.dtype for G in Gs]))
-            kinds.setdefault(kind, []).append(index)
-    return list(kinds.values())
+            kinds.setdefault((is_busy, kind), []).append(index)
+    return [(is_busy, members) for (is_busy, _), members in kinds.items()]
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
