@@ -19,6 +19,7 @@ further off is an error; a peer's row says it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -119,10 +120,6 @@ def _kept(total: Tensor) -> Tensor:
     return total
 
 
-def errors(ours: Fingerprint, reference: Fingerprint) -> Errors:
-    return Errors(norm_error(ours, reference), gradient_error(ours, reference))
-
-
 def fingerprint(method: Method, inputs: Tensor, targets: Tensor) -> Fingerprint:
     method.zero_grad()
     if method.graph:  # what is compared is what will be timed: a replay
@@ -149,23 +146,18 @@ def shortened(taken: Fingerprint, max_grad_norm: float) -> Tensor | None:
     return 1 - (taken.coefficients_B * taken.norms_B / max_grad_norm)[clipped_B]
 
 
-def norm_error(ours: Fingerprint, reference: Fingerprint) -> float | None:
-    """None where one of the two does not tell its norms; infinite where one is not finite."""
-    if ours.norms_B is None or reference.norms_B is None:
-        return None
-    difference_B = (ours.norms_B - reference.norms_B).abs()
-    error = (difference_B / reference.norms_B.clamp_min(1e-30)).max().item()
-    return error if error == error else float("inf")
-
-
-def gradient_error(ours: Fingerprint, reference: Fingerprint) -> float | None:
-    if ours.gradients is None or reference.gradients is None:
-        return None
-    difference = total = 0.0
-    fast = "cuda" if torch.cuda.is_available() else "cpu"  # of billions of elements
-    for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
-        expected = theirs.to(fast).float()
-        difference += torch.linalg.vector_norm(mine.to(fast).float() - expected).item() ** 2
-        total += torch.linalg.vector_norm(expected).item() ** 2
-    error = (difference / max(total, 1e-60)) ** 0.5
-    return error if error == error else float("inf")
+def errors(ours: Fingerprint, reference: Fingerprint) -> Errors:
+    """Infinite where a number is not finite."""
+    norms = gradients = None
+    if ours.norms_B is not None and reference.norms_B is not None:
+        difference_B = (ours.norms_B - reference.norms_B).abs()
+        norms = (difference_B / reference.norms_B.clamp_min(1e-30)).max().item()
+    if ours.gradients is not None and reference.gradients is not None:
+        difference = total = 0.0
+        fast = "cuda" if torch.cuda.is_available() else "cpu"  # of billions of elements
+        for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
+            expected = theirs.to(fast).float()
+            difference += torch.linalg.vector_norm(mine.to(fast).float() - expected).item() ** 2
+            total += torch.linalg.vector_norm(expected).item() ** 2
+        gradients = (difference / max(total, 1e-60)) ** 0.5
+    return Errors(*(math.inf if e is not None and math.isnan(e) else e for e in (norms, gradients)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 from typing import Any
 
@@ -161,18 +162,17 @@ def _worst(
 def _equal_samples(precisions: Any, device: torch.device, search: Any) -> list[dict[str, Any]]:
     """How far one of k equal samples moves the sum."""
     found = []
-    for precision in precisions:
-        for reduction in REDUCTIONS:
-            for size in EQUAL_SAMPLES:
-                setting = _setting(precision, device, search, reduction=reduction)
-                with _as_called(precision):
-                    worst = max(
-                        _one_of_many(name, log_product, size, setting, search)
-                        for name in ("Linear with bias", "Conv1d", "Embedding", "LayerNorm")
-                        for log_product in (-1.5, -0.5, 0.1, 2.0)
-                    )
-                row = {"precision": precision, "reduction": reduction, "samples": size}
-                found.append(row | {"change": worst, "allowed": search.allowed(setting)})
+    layers = "Linear with bias", "Conv1d", "Embedding", "LayerNorm"
+    for precision, reduction, size in itertools.product(precisions, REDUCTIONS, EQUAL_SAMPLES):
+        setting = _setting(precision, device, search, reduction=reduction)
+        with _as_called(precision):
+            worst = max(
+                _one_of_many(name, log_product, size, setting, search)
+                for name in layers
+                for log_product in (-1.5, -0.5, 0.1, 2.0)
+            )
+        row = {"precision": precision, "reduction": reduction, "samples": size}
+        found.append(row | {"change": worst, "allowed": search.allowed(setting)})
     return found
 
 

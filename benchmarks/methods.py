@@ -279,10 +279,8 @@ class OpacusHooks(_Opacus):
             self.optimizer.clip_and_accumulate()
 
     def norms(self) -> Tensor:
-        squares = [
-            p.grad_sample.flatten(1).norm(dim=1, dtype=_at_least_fp32(p)) for p in self._trainable()
-        ]
-        return torch.stack(squares).norm(dim=0)
+        found = [p.grad_sample.flatten(1).float().norm(dim=1) for p in self._trainable()]
+        return torch.stack(found).norm(dim=0)
 
     def gradients(self) -> Iterator[Tensor]:
         return (p.summed_grad for p in self._trainable())
@@ -442,10 +440,6 @@ def _origin_parameters(model: nn.Module, inputs: Tensor) -> list[str]:
     for handle in handles:
         handle.remove()
     return found
-
-
-def _at_least_fp32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @contextlib.contextmanager

@@ -65,16 +65,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-
-
 class Block(nn.Module):
     """Pre-norm residual block."""
 
@@ -153,7 +143,8 @@ def decoder(
 
     def feed_forward() -> nn.Module:
         if not experts:
-            return MLP(width, hidden) if gpt2 else SwiGLU(width, hidden)
+            parts = nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)
+            return nn.Sequential(*parts) if gpt2 else SwiGLU(width, hidden)
         from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
 
         router = TopKRouter(width, experts, k=2)

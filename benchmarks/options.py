@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-import flash_clipping
 from benchmarks import models
 from benchmarks.methods import METHODS, Setting
 
@@ -63,9 +60,6 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     add_output_options(parser)
-    parser.add_argument(
-        "--force", action="store_true", help="measure flash clipping even where it falls back"
-    )
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -131,22 +125,7 @@ def setting(options: argparse.Namespace, model: str, **shape: int | None) -> Set
 
 def recorded(options: argparse.Namespace) -> dict[str, object]:
     """What decides what was measured, for the JSON file."""
-    left_out = {"command", "run", "json", "force", "revision"}
+    left_out = {"command", "run", "json", "revision"}
     settings = {key: value for key, value in vars(options).items() if key not in left_out}
     backend = os.environ.get("FLASH_CLIPPING_BACKEND", "auto")
     return settings | {"dtype": dtype_name(options), "backend": backend}
-
-
-def stop_without_triton(
-    methods: Sequence[str], device: torch.device, force: bool, console: Console
-) -> None:
-    """On a GPU, flash clipping without Triton is not what anyone wants to have measured."""
-    if device.type != "cuda" or not any(name.startswith("flash") for name in methods):
-        return
-    if flash_clipping.ops.is_triton_available():
-        return
-    console.print(
-        "[bold yellow]Triton cannot be used here: flash clipping will fall back to PyTorch.[/]"
-    )
-    if not force:
-        raise UsageError("install triton, or pass --force to measure the fallback")

@@ -14,7 +14,6 @@ from benchmarks.options import (
     method_names,
     recorded,
     setting,
-    stop_without_triton,
 )
 from benchmarks.records import Record
 from benchmarks.report import step_table, table
@@ -66,7 +65,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for seq in shapes
     ]
     device = settings[0].device
-    stop_without_triton(methods, device, options.force, console)
     where = environment.describe(device, options.revision)
     record = Record("step", where, options.command, recorded(options), [])
     if options.steps is None:

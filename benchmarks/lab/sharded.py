@@ -35,20 +35,6 @@ from benchmarks.options import UsageError
 from benchmarks.records import summaries, write_json
 from benchmarks.session import DISTINCT_BATCHES, Group, Session
 
-#: How a decoder of :mod:`benchmarks.models` is cut by tensor parallelism: features that layers
-#: give ("outputs") or read ("inputs"), rows of a table ("words").
-CUTS = {
-    "tokens": "words",
-    "blocks.*.attention.query": "outputs",
-    "blocks.*.attention.key": "outputs",
-    "blocks.*.attention.value": "outputs",
-    "blocks.*.attention.out": "inputs",
-    "blocks.*.feed_forward.gate": "outputs",
-    "blocks.*.feed_forward.up": "outputs",
-    "blocks.*.feed_forward.down": "inputs",
-    "head": "outputs, gathered",
-}
-
 
 class Processes(Group):
     """All of ``torchrun``.
@@ -142,14 +128,17 @@ def shard(model: Any, how: str, device: torch.device, compiled: bool) -> nn.Modu
         parallelize_module,
     )
 
-    styles = {
-        "outputs": ColwiseParallel(),
-        "outputs, gathered": ColwiseParallel(output_layouts=Replicate()),
-        "inputs": RowwiseParallel(),
-        "words": RowwiseParallel(input_layouts=Replicate()),
+    # Features that a layer gives, or reads; of the table, rows.
+    cuts: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+        **{f"blocks.*.attention.{n}": ColwiseParallel() for n in ("query", "key", "value")},
+        **{f"blocks.*.feed_forward.{n}": ColwiseParallel() for n in ("gate", "up")},
+        "blocks.*.attention.out": RowwiseParallel(),
+        "blocks.*.feed_forward.down": RowwiseParallel(),
     }
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {name: styles[how] for name, how in CUTS.items()})
+    parallelize_module(model, mesh, cuts)
     for block in model.blocks:  # of which each process has its own
         block.attention.heads //= mesh.size()
     return model

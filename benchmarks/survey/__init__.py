@@ -48,9 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="default: float64"
     )
-    parser.add_argument(
-        "--processes", type=int, default=2, help="0: all in this one; default: %(default)s"
-    )
+    parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--limit", type=float, default=60, help="seconds for each model and mode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument(

@@ -73,10 +73,8 @@ def find(kind: Kind, mode: str = "whole", where: Where | None = None) -> Finding
     return Finding(outcome)
 
 
-def _findings(
-    name: str, modes: Sequence[str], where: Where
-) -> Iterator[tuple[str, Finding | None]]:
-    """Every mode of a kind, and what was found."""
+def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> None:
+    """Send what was found of a kind in every mode."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -86,14 +84,9 @@ def _findings(
     kind = next(kinds[name] for kinds in all_kinds().values() if name in kinds)
     for mode in modes:
         try:
-            yield mode, find(kind, mode, where)
+            out.send(find(kind, mode, where))
         except Exception as error:  # the survey goes on
-            yield mode, Finding(Outcome(FAILED, message=f"{type(error).__name__}: {error}"))
-
-
-def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> None:
-    for _, finding in _findings(name, modes, where):
-        out.send(finding)
+            out.send(Finding(Outcome(FAILED, message=f"{type(error).__name__}: {error}")))
 
 
 #: What takes longer to import than a measurement.
@@ -112,15 +105,10 @@ def measure_all(
 
     Args:
         names: of kinds.
-        processes: how many run at once; 0: all kinds run in this process, one after the other,
-            without a limit, so that one that ends a process or breaks its device is noticed.
+        processes: how many run at once.
         limit: seconds for each kind in each mode.
     """
     where = where or Where()
-    if not processes:
-        for name in names:
-            yield from ((name, mode, found) for mode, found in _findings(name, modes, where))
-        return
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS)
     with ThreadPoolExecutor(processes) as threads:
