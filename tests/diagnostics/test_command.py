@@ -9,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import flash_clipping
 from flash_clipping.__main__ import main
-from flash_clipping.noise.report import statistics_report
 
 FACTORIES = """
 import threading
@@ -278,7 +276,3 @@ def test_commands_say_what_they_do(factories: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count(" ...\n") == 2
     assert main([*PLAN.split(), "--epochs", "1", "--epsilon", "3", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
-
-
-def mean(delta: float) -> dict[str, Any]:
-    return statistics_report("mean", sensitivity=1.0, standard_deviation=9.0, delta=delta)

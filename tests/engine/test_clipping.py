@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus import PrivacyEngine, schedulers
+from opacus import schedulers
 from opacus.schedulers import LambdaNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
@@ -39,19 +39,6 @@ def data(n: int = 64) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, 6, generator=generator) * 3
     return TensorDataset(x, torch.randint(0, 3, (n,), generator=generator))
-
-
-def private(engine: PrivacyEngine, model: nn.Module, **options: Any) -> tuple[Any, ...]:
-    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "poisson_sampling": False} | options
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(data(), batch_size=16)
-    return engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        criterion=nn.CrossEntropyLoss(),
-        **options,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

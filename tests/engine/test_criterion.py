@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import mean_squares
 from tests.support.errors import raises, warns
+from tests.support.private import made
 from tests.support.wrapping import MODES
 from tests.zoo.constants import CASES
 
@@ -92,16 +93,9 @@ def batch(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def private(criterion: Any, **options: Any) -> tuple[Any, Any, Any]:
-    model = Model()
-    wrapped, optimizer, *returned, _ = FlashPrivacyEngine(accountant="rdp").make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*batch("classes")), batch_size=BATCH),
-        noise_multiplier=0.0,
-        poisson_sampling=False,
-        criterion=criterion,
-        **{"max_grad_norm": 0.05, **options},
-    )
+    loader = DataLoader(TensorDataset(*batch("classes")), batch_size=BATCH)
+    options = {"criterion": criterion, "noise_multiplier": 0.0, "max_grad_norm": 0.05} | options
+    wrapped, optimizer, *returned, _ = made(Model(), loader, poisson_sampling=False, **options)
     return wrapped, optimizer, returned[0] if returned else None
 
 
@@ -370,16 +364,8 @@ def private_of_criteria_of_batches(criterion: Any, batch: int = 16, **options: A
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES_OF_CRITERIA_OF_BATCHES))
     data = TensorDataset(torch.randn(64, 5), torch.randint(CLASSES_OF_CRITERIA_OF_BATCHES, (64,)))
-    made = FlashPrivacyEngine(accountant="rdp").make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=criterion,
-        data_loader=DataLoader(data, batch_size=batch),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        **{"poisson_sampling": False, **options},
-    )
-    return *made, data.tensors
+    options = {"criterion": criterion, "poisson_sampling": False} | options
+    return *made(model, DataLoader(data, batch_size=batch), **options), data.tensors
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

@@ -25,7 +25,7 @@ from flash_clipping import (
 from flash_clipping.capture.draws import DrawnBatch, Draws
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from tests.support.errors import raises, warns
-from tests.support.private import Private, TwoLayers, data
+from tests.support.private import Private, TwoLayers, data, made as made_private
 from tests.support.users import IDS, private as of_users
 
 BATCH = 16
@@ -33,15 +33,9 @@ BATCH = 16
 
 def private(**options: Any) -> Any:
     torch.manual_seed(0)
-    model = TwoLayers()
-    size = options.pop("size", 64)
-    return FlashPrivacyEngine(accountant=options.pop("accountant", "rdp")).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data(size), batch_size=BATCH),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 0.1} | options,
-    )
+    engine = FlashPrivacyEngine(accountant=options.pop("accountant", "rdp"))
+    loader = DataLoader(data(options.pop("size", 64)), batch_size=BATCH)
+    return made_private(TwoLayers(), loader, engine, **{"max_grad_norm": 0.1} | options)
 
 
 def step(made: Any, x: Tensor, y: Tensor) -> None:

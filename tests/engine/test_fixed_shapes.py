@@ -21,7 +21,7 @@ from flash_clipping.randomness import SecretStream
 from tests.support.errors import raises
 from tests.support.graphs import PlayedByHand
 from tests.support.oracle import assert_close
-from tests.support.private import TwoLayers, data
+from tests.support.private import TwoLayers, data, made
 
 pytest.importorskip("dp_accounting")
 SIZE, BATCH, ROWS = 64, 8, 9
@@ -36,14 +36,8 @@ def private(**options: Any) -> tuple[Any, ...]:
     loader = DataLoader(dataset, batch_size=BATCH, num_workers=options.pop("workers", 0))
     options = {"noise_multiplier": 0.0, "max_grad_norm": 0.3} | options
     options = {"mechanism": PoissonSampling(max_batch_size=ROWS)} | options
-    module, optimizer, criterion, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=loader,
-        **options,
-    )
-    return engine, model, module, optimizer, criterion, loader
+    options |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+    return engine, model, *made(model, loader, engine, **options)
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[list[Tensor]]:

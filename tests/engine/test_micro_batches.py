@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import AdaptiveBound, FlashPrivacyEngine, MicroBatches, Users
 from tests.support.errors import raises
 from tests.support.faults import Fault, spread
-from tests.support.private import TwoLayers, data
+from tests.support.private import TwoLayers, data, made
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::flash_clipping.SeededNoiseWarning"),
@@ -65,15 +65,10 @@ class Training:
             param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) / 3
         self.engine = FlashPrivacyEngine(accountant="rdp", seed=5)
         x, y = data().tensors
-        private = self.engine.make_private(
-            module=self.plain,
-            optimizer=torch.optim.Adam(self.plain.parameters(), 0.01),
-            data_loader=DataLoader(TensorDataset(x.double(), y), batch_size=16, num_workers=0),
-            criterion=nn.CrossEntropyLoss(),
-            noise_multiplier=0.5,
-            max_grad_norm=0.1,
-            **options,
-        )
+        loader = DataLoader(TensorDataset(x.double(), y), batch_size=16)
+        options |= {"optimizer": torch.optim.Adam(self.plain.parameters(), 0.01)}
+        options |= {"noise_multiplier": 0.5, "max_grad_norm": 0.1}
+        private = made(self.plain, loader, self.engine, **options)
         self.model, self.optimizer, self.criterion, self.loader = private
         self.epochs = epochs
 

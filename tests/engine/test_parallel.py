@@ -24,6 +24,7 @@ from tests.support.draws import drawn as drawn_by
 from tests.support.empty import ReshapingAttention
 from tests.support.errors import raises
 from tests.support.oracle import per_sample_truth
+from tests.support.private import made
 from tests.support.starting import ByGloo, fixture_of
 
 WORLD, SAMPLES, STEPS, C = 2, 30, 15, 0.02
@@ -41,13 +42,9 @@ def data() -> TensorDataset:
 def private(
     model: nn.Module, dataset: TensorDataset | None = None, engine: Any = None, **options: Any
 ) -> Any:
-    return (engine or FlashPrivacyEngine(accountant="rdp")).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(dataset or data(), batch_size=SAMPLES // STEPS),
-        **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
-    )
+    loader = DataLoader(dataset or data(), batch_size=SAMPLES // STEPS)
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.5)} | options
+    return made(model, loader, engine, noise_multiplier=0.0, max_grad_norm=C, **options)
 
 
 def net() -> nn.Module:

@@ -37,6 +37,7 @@ from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoiss
 from flash_clipping.engine.sampling.streams import StreamedDataset
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 from tests.support.errors import raises, warns
+from tests.support.private import made
 
 N, BATCH = 60, 6
 
@@ -50,14 +51,7 @@ def data(count: int = N) -> TensorDataset:
 
 
 def private(loader: Any, engine: PrivacyEngine | None = None, **options: Any) -> Any:
-    model = nn.Linear(4, 3)
-    return (engine or FlashPrivacyEngine(accountant="rdp")).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=loader,
-        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options,
-    )
+    return made(nn.Linear(4, 3), loader, engine, **options)
 
 
 def step(module: Any, optimizer: Any, criterion: Any, x: Tensor, y: Tensor) -> None:
@@ -459,11 +453,6 @@ def sorted_by_length(items: Items) -> dict[str, Tensor]:
 def masked(items: Items) -> dict[str, Tensor]:
     found = padded(items)
     return {**found, "x": found["x"] * (torch.rand(found["x"].shape[:2]) < 0.5)[..., None]}
-
-
-def augmented(items: Items) -> tuple[Tensor, Tensor]:
-    x, y = default_collate(items)
-    return x + torch.randn_like(x), y
 
 
 generator = torch.Generator().manual_seed(0)

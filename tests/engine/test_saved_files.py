@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping._compat import plain_functions
 from tests.support.errors import raises
+from tests.support.private import made
 
 
 def saved(thing: Any) -> bytes:
@@ -36,14 +37,9 @@ class Run:
         self.rows = torch.randn(48, 6)
         data = TensorDataset(self.rows, torch.randint(0, 3, (48,)))
         self.engine = FlashPrivacyEngine()
-        private = self.engine.make_private(
-            module=self.plain,
-            optimizer=torch.optim.Adam(self.plain.parameters()),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(data, batch_size=16),
-            noise_multiplier=1.0,
-            max_grad_norm=0.3,
-            **options,
+        adam, loader = torch.optim.Adam(self.plain.parameters()), DataLoader(data, batch_size=16)
+        private = made(
+            self.plain, loader, self.engine, optimizer=adam, max_grad_norm=0.3, **options
         )
         self.model, self.optimizer, self.criterion, self.loader = private
         self.called: Any = self.plain if options.get("wrap_model") is False else self.model

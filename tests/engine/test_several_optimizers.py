@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, SeveralOptimizers
+from flash_clipping import SeveralOptimizers
 from tests.support.errors import raises
+from tests.support.private import made
 
 LARGE = 1e9
 
@@ -37,15 +38,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def private(model: nn.Module, optimizer: Any, noise: float = 0.0) -> Any:
     x, y = map(torch.cat, zip(*batches(), strict=True))
-    return FlashPrivacyEngine().make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=4),
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=noise,
-        max_grad_norm=LARGE,
-        poisson_sampling=False,
-    )
+    options = {"noise_multiplier": noise, "max_grad_norm": LARGE, "poisson_sampling": False}
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    return made(model, loader, optimizer=optimizer, **options)
 
 
 def trained(model: nn.Module, optimizer: Any, criterion: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ from flash_clipping.ops.runtime import checks
 from flash_clipping.ops.runtime.checks import device_checks
 from tests.support.engine import EngineTraining
 from tests.support.errors import raises
-from tests.support.private import SLACK, Private, Released, TwoLayers, data
+from tests.support.private import SLACK, Private, Released, TwoLayers, data, made
 
 # -- p.grad between backward and step -------------------------------------------------------------
 
@@ -93,14 +93,8 @@ def test_two_backward_passes_on_a_batch_of_the_engine_s_loader(again: bool) -> N
     )  # fmt: skip
     if again:
         plain = TwoLayers()
-        model, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
-            module=plain,
-            optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=0.1,
-            poisson_sampling=False,
+        model, optimizer, criterion, loader = made(
+            plain, loader, max_grad_norm=0.1, poisson_sampling=False
         )
     x, y = next(batch for batch in loader if len(batch[0]))
     criterion(model(x), y).backward()
@@ -278,11 +272,6 @@ def through_numpy(private: Private) -> None:
 
 def foreach(private: Private) -> None:
     torch._foreach_mul_([p.grad for p in private.plain.parameters()], 2.0)
-
-
-def amp(private: Private) -> None:
-    grads = [p.grad for p in private.plain.parameters()]
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), torch.tensor(0.5))
 
 
 def not_finite(private: Private) -> None:

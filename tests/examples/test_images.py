@@ -25,12 +25,6 @@ def name() -> str:
 B, K = 3, 2
 
 
-def batch(example: ModuleType, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views `[B·K, 2, 6, 5]` and labels `[B]`."""
-    torch.manual_seed(1)
-    return example.views(torch.randn(B, 2, 6, 5, dtype=dtype), K, 1, True), torch.arange(B)
-
-
 def test_views_are_of_their_own_image(example: ModuleType) -> None:
     """Row b·K + k is image b, moved by at most a pixel in either direction, perhaps mirrored."""
     torch.manual_seed(0)

@@ -56,6 +56,15 @@ class Released:
         return norm * multiplier / std
 
 
+def made(model: nn.Module, loader: Any, engine: Any = None, **options: Any) -> Any:
+    """What ``make_private`` returns for this model and its data: by default a classifier, whose
+    parameters SGD moves."""
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss()}
+    given |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} | options
+    engine = engine or FlashPrivacyEngine(accountant="rdp")
+    return engine.make_private(module=model, data_loader=loader, **given)
+
+
 class Private:
     """A small model made private."""
 
@@ -63,22 +72,13 @@ class Private:
         torch.manual_seed(0)
         self.plain = TwoLayers() if model is None else model
         self.engine = options.pop("engine", None) or FlashPrivacyEngine(accountant="rdp")
-        options = {
-            "noise_multiplier": 1.0,
-            "max_grad_norm": 0.1,
-            "poisson_sampling": False,
-        } | options
+        options = {"max_grad_norm": 0.1, "poisson_sampling": False} | options
         size = options.pop("batch_size", 16)
         parameters = options.pop("parameters", None) or self.plain.parameters()
         lr = options.pop("lr", 0.1)
         plain = options.pop("optimizer", None) or torch.optim.SGD(parameters, lr=lr)
-        private = self.engine.make_private(
-            module=self.plain,
-            optimizer=plain,
-            data_loader=DataLoader(data(), batch_size=size),
-            criterion=nn.CrossEntropyLoss(),
-            **options,
-        )
+        loader = DataLoader(data(), batch_size=size)
+        private = made(self.plain, loader, self.engine, optimizer=plain, **options)
         self.wrapper, self.optimizer, self.criterion, self.loader = private
         self.model = self.wrapper if options.get("wrap_model", True) else self.plain
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, Users
-from tests.support.private import TwoLayers
+from flash_clipping import Users
+from tests.support.private import TwoLayers, made
 
 #: Rows of 12 users with ids of any size, from one row to seven, in no order.
 SIZES = (1, 2, 3, 1, 7, 2, 4, 1, 5, 2, 3, 5)
@@ -29,13 +29,8 @@ def data(dtype: torch.dtype = torch.float32) -> TensorDataset:
 def private(engine: Any = None, *, dataset: Any = None, loader: Any = None, **options: Any) -> Any:
     torch.manual_seed(0)
     model = options.pop("model", None) or TwoLayers()
-    return (engine or FlashPrivacyEngine(accountant="rdp")).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=loader or DataLoader(dataset or data(), batch_size=BATCH),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "unit": Users(IDS)} | options,
-    )
+    loader = loader or DataLoader(dataset or data(), batch_size=BATCH)
+    return made(model, loader, engine, **{"unit": Users(IDS)} | options)
 
 
 def step(module: Any, optimizer: Any, criterion: Any, x: Tensor, rows: Tensor) -> Tensor:
