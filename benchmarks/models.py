@@ -25,9 +25,7 @@ from benchmarks import convolutional, huggingface
 from benchmarks.ops import experts
 from benchmarks.workload import Workload, draw_images, draw_tokens
 
-# --------------------------------------------------------------------------------------------------
-# A Llama-like decoder
-# --------------------------------------------------------------------------------------------------
+# -- a Llama-like decoder --------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -182,9 +180,7 @@ def linears(name: str, *, layers: int, width: int, batch: int, seq: int) -> Work
     return Workload(name, build, draw, batch=batch, positions=seq)
 
 
-# --------------------------------------------------------------------------------------------------
-# A convolutional network
-# --------------------------------------------------------------------------------------------------
+# -- a convolutional network -----------------------------------------------------------------------
 
 
 def cnn(name: str, *, batch: int, width: int, layers: int, size: int = 32) -> Workload:
@@ -208,9 +204,7 @@ def cnn(name: str, *, batch: int, width: int, layers: int, size: int = 32) -> Wo
     return Workload(name, build, draw, batch=batch)
 
 
-# --------------------------------------------------------------------------------------------------
-# Low-rank adapters
-# --------------------------------------------------------------------------------------------------
+# -- low-rank adapters -----------------------------------------------------------------------------
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
@@ -223,9 +217,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
     return peft.inject_adapter_in_model(config, model)
 
 
-# --------------------------------------------------------------------------------------------------
-# Names
-# --------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 _MAKERS: dict[str, Callable[..., Workload]] = {
     maker.__name__: maker
@@ -241,9 +233,6 @@ _ROWS: dict[str, dict[str, Any]] = {
     if not name.startswith(".")
 }
 NAMES: tuple[str, ...] = tuple(_ROWS)
-#: Models written here.
-OWN_NAMES = [name for name, row in _ROWS.items() if row["make"] in ("decoder", "cnn")]
-OWN_NAMES += [name for name, row in _ROWS.items() if row["make"] in ("wide_resnet", "unet")]
 
 
 def workload(
