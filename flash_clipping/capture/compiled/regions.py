@@ -18,6 +18,7 @@ from flash_clipping._compat import (
     as_if_compiling,
     call_of,
     checkpoints_replaced,
+    compiled_module,
     compiles,
     is_compiled,
     is_compilers_error,
@@ -68,6 +69,8 @@ class Region:
     ):
         self.path = f"{path or 'the model'} ({type(module).__name__})"
         self.module, self.inner = module, inner
+        forward = MethodType(type(compiled_module(module)).forward, module)
+        self.__signature__ = inspect.signature(forward)  # which trainers choose arguments by
         self.session, self.taps = regions.session, regions.taps_in(module)
         for tap in self.taps:
             tap.compiled = True
@@ -92,16 +95,6 @@ class Region:
         state = self.__dict__.copy()
         state.update(compiled=None, _layouts={})
         return state
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the module's own forward, which trainers choose arguments by."""
-        forward: Any = self.inner
-        while hasattr(forward, "instance_forward"):  # a tap
-            forward = forward.instance_forward or MethodType(
-                type(forward.layer).forward, forward.layer
-            )
-        return inspect.signature(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, call = self.session, self.session.current_forward

@@ -18,7 +18,7 @@ Shape suffixes: ``B`` samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,7 @@ from flash_clipping._compat import (
     constant_in_traces,
     is_traced_once,
     plain_functions,
+    pytree,
     tracing_context,
     transforms_are_active,
 )
@@ -62,19 +63,15 @@ class SameRows(Unbatched):
     """What was expanded over the batch: the model sees ``[B, *row]``, which is what it is."""
 
 
-def same_for_all(x_B: Tensor, path: str) -> Tensor:
+def same_for_all(x_B: Tensor, path: str, kind: type[Unbatched] = Unbatched) -> Tensor:
     """``[B, *shape]``, of which the model sees ``shape``. It comes from the module at ``path``."""
-    return _of_kind(Unbatched, x_B, path)
-
-
-def _of_kind(kind: type[Unbatched], x_B: Tensor, path: str) -> Tensor:
     found = x_B.as_subclass(kind)
     if not is_dynamo_compiling():  # Dynamo has no place for it
         found.path = path  # type: ignore[attr-defined]
     return found
 
 
-def _path_of(z: Tensor) -> str:
+def _path_of(z: Any) -> str:
     return "" if is_dynamo_compiling() else getattr(z, "path", "")
 
 
@@ -98,11 +95,7 @@ def _plain(x: Any) -> Any:
     """What the model would have had without this."""
     if isinstance(x, SameRows):
         return memory_of(x)
-    if isinstance(x, Unbatched):
-        return torch.select(memory_of(x), 0, 0)
-    if type(x) in (tuple, list):
-        return type(x)([_plain(part) for part in x])
-    return x
+    return torch.select(memory_of(x), 0, 0) if isinstance(x, Unbatched) else x
 
 
 class UnsupportedConstant(FlashClippingError):
@@ -131,7 +124,7 @@ def refuse_escaped(output: Any) -> None:
 
 def refuse_constants(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the call of a layer that takes samples only."""
-    if _unbatched_in(args, kwargs):
+    if any(isinstance(x, Unbatched) for x in pytree.tree_leaves((args, kwargs))):
         found = f"{path} is called with what is computed from constants alone"
         raise UnsupportedConstant(path, found)
 
@@ -187,9 +180,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
             result = _of_each(func, name, args, kwargs)
     if result is not None:
         return result
-    found = _unbatched_in(args, kwargs)
-    path = _path_of(found[0]) if found else ""
-    raise UnsupportedConstant(path, f"{name} is called with it")
+    found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Unbatched)]
+    raise UnsupportedConstant(_path_of(found[0]) if found else "", f"{name} is called with it")
 
 
 def _of_each(
@@ -198,15 +190,14 @@ def _of_each(
     """The function as each sample has it if it is the only one; None where that may be something
     else than the function of all samples."""
     z: Any = args[0] if args else None
-    named = {key: _plain(value) for key, value in kwargs.items()}
+    seen, named = pytree.tree_map(_plain, (args, kwargs))
     if name in _CASTS:
-        others = _plain(args[1:])
         if not isinstance(z, Unbatched):
-            return func(z, *others, **named)
+            return func(z, *seen[1:], **named)
         same = SameRows if isinstance(z, SameRows) else Unbatched  # type() is not traced
-        return _of_kind(same, func(memory_of(z), *others, **named), _path_of(z))
+        return same_for_all(func(memory_of(z), *seen[1:], **named), _path_of(z), same)
     if name == "expand_as" and isinstance(z, Unbatched):
-        return _of_each(torch.Tensor.expand, "expand", (z, *_plain(args[1]).shape), {})
+        return _of_each(torch.Tensor.expand, "expand", (z, *seen[1].shape), {})
     changes = name.startswith("__set") or (name.endswith("_") and not name.startswith("__"))
     changes = changes or name in _IN_PLACE
     if changes and (name not in _IN_PLACE or isinstance(z, Unbatched)):
@@ -214,17 +205,20 @@ def _of_each(
     if kwargs.get("out") is not None:
         return None
     func = _IN_PLACE.get(name, func)
-    whole = func(*_plain(args), **named)
+    whole = func(*seen, **named)
     outputs = whole if isinstance(whole, tuple | list) else (whole,)
     if not all([isinstance(output, Tensor) for output in outputs]):
         return None
-    first = _unbatched_in(args, kwargs)[0]
+    leaves = pytree.tree_leaves((args, kwargs))
+    first = next(x for x in leaves if isinstance(x, Unbatched))
     B, axes = memory_of(first).shape[0], outputs[0].dim()
+    if name in _SIZED:
+        args = (z, *_sizes_alone(first, name, args[1:], B))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     rows: list[Tensor] = []
     in_dims: list[int | None] = []
-    results: list[Tensor] = []
     has_samples = False
-    for x in [*_leaves(args), *_leaves(kwargs.values())]:
+    for x in leaves:
         if isinstance(x, Unbatched):
             rows.append(memory_of(x).unsqueeze(1) if isinstance(x, SameRows) else memory_of(x))
             in_dims.append(0)
@@ -239,27 +233,22 @@ def _of_each(
             has_samples = has_samples or has_rows
             rows.append(x.unsqueeze(1) if has_rows else x)
             in_dims.append(0 if has_rows else None)
-    sizes = _sizes_alone(first, name, args[1:], B) if name in _SIZED else ()
 
     def of_one(*tensors: Tensor) -> Any:
         left = list(tensors)
-
-        def put(x: Any) -> Any:
-            if isinstance(x, tuple | list):
-                return type(x)([put(part) for part in x])
-            return left.pop(0) if isinstance(x, Tensor) else x
-
-        found = [put(x) for x in args[: 1 if sizes else None]]
-        return func(*found, *sizes, **{key: put(value) for key, value in kwargs.items()})
+        given = [left.pop(0) if isinstance(x, Tensor) else x for x in leaves]
+        own, named = pytree.tree_unflatten(given, spec)
+        return func(*own, **named)
 
     each = torch.func.vmap(of_one, in_dims=tuple(in_dims))(*rows)
     each = each if isinstance(each, tuple | list) else (each,)
-    for alone, seen in zip(each, outputs, strict=True):
-        kind = _kind_of(alone, seen, has_samples)
+    results: list[Tensor] = []
+    for alone, whole_one in zip(each, outputs, strict=True):
+        kind = _kind_of(alone, whole_one, has_samples)
         if kind is None:
             return None
         result = alone if kind is Unbatched else alone.squeeze(1)
-        results.append(result if has_samples else _of_kind(kind, result, _path_of(first)))
+        results.append(result if has_samples else same_for_all(result, _path_of(first), kind))
     if changes:
         return z.copy_(results[0])
     return tuple(results) if isinstance(whole, tuple | list) else results[0]
@@ -293,18 +282,3 @@ def _agree(each: Tensor, whole: Tensor) -> bool:
     near = torch.finfo(whole.dtype).eps ** 0.5
     scale = float(whole.detach().nan_to_num(0, 0, 0).abs().amax()) if whole.numel() else 0.0
     return torch.allclose(each, whole.expand_as(each), near, near * scale, equal_nan=True)
-
-
-def _unbatched_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    leaves = [*_leaves(args), *_leaves(kwargs.values())]
-    return [x for x in leaves if isinstance(x, Unbatched)]
-
-
-def _leaves(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, tuple | list):
-            found += value
-        else:
-            found.append(value)
-    return found
