@@ -106,17 +106,6 @@ def any_rows(m: Any, x: Tensor) -> Tensor:
     return torch.zeros(B, y.shape[1], dtype=y.dtype).index_add(0, index.clamp(min=0), y)
 
 
-def looked_up(m: Any, ids: Tensor) -> Tensor:
-    B, T = ids.shape
-    order = torch.argsort(torch.sin(torch.arange(B * T) * 1.7))
-    ids_N = ids.flatten()[order]
-    index = right(ids)[order].masked_fill(ids_N == 5, -1)
-    with samples(index, count=B):
-        found = m.table(ids_N.unsqueeze(1))[:, 0] * (index >= 0)[:, None]
-    mixed = torch.zeros(B * T, 4, dtype=found.dtype).index_copy(0, order, found)
-    return m.last(torch.tanh(mixed.view(B, T, 4)))
-
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(4, 3),
     "layer norm": lambda: nn.LayerNorm(4),
@@ -196,12 +185,6 @@ CASES: dict[str, ModelCase] = {
         )
         for name, layer in (LAYERS | {"a bias alone": bias_alone}).items()
     },
-    "looked up": held(
-        looked_up,
-        lambda: {"table": nn.Embedding(9, 4, padding_idx=2), "last": nn.Linear(4, 3)},
-        batch=ids(4, 6),
-        without=INSIDE,
-    ),
     **{
         f"wrong index, {name}": held(
             declared(index, count),

@@ -89,15 +89,6 @@ def likelihood(model: Any, batch: Batch) -> Tensor:
     return ((found["mean"] - batch[0]).square() / sigma.square() + sigma.log()).sum(1)
 
 
-def with_prototypes(m: Any, x: Tensor) -> tuple[Tensor, ...]:
-    return m.embed(x), m.prototypes, m.temperature.exp()
-
-
-def distances(model: Any, batch: Batch) -> Tensor:
-    z, places, scale = model(*batch)
-    return (torch.cdist(z, places) * scale).square()[:, 0]
-
-
 def scores_masked_in_place(m: Any, x: Tensor) -> Tensor:
     """As Funnel's: by an ``einsum``, whose result is a view."""
     heads = x.unflatten(-1, (2, -1))
@@ -185,20 +176,6 @@ CASES: dict[str, ModelCase] = {
             (with_computed_sigma, 4),
             (with_rows_of_sigma, D),
         )
-    },
-    **{
-        f"{count} prototypes": held(
-            with_prototypes,
-            lambda count=count: {
-                "embed": nn.Linear(D, 4),
-                "prototypes": torch.randn(count, 4),
-                "temperature": torch.tensor(0.3),
-            },
-            batch=rows(4, D),
-            losses=distances,
-            without=WHOLE,
-        )
-        for count in (4, D)
     },
     "a view of an einsum, changed": around(
         scores_masked_in_place, lambda: {"kernel": torch.randn(D, 2, D // 2)}
