@@ -85,6 +85,10 @@ def plainly(m: Any, x: Tensor) -> Tensor:
     return m.layer(x)
 
 
+def self_attention(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x, x, x)[0]
+
+
 COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "assigned": lambda: Holder(assigned, layer=without(nn.Linear(D, D)), source=torch.randn(D, D)),
     "convolution": lambda: Holder(
@@ -93,6 +97,9 @@ COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: Holder(assigned, layer=without(nn.LayerNorm(D)), source=torch.randn(D)),
     "embedding": lambda: Holder(
         looked_up, layer=without(nn.Embedding(7, D)), source=torch.randn(7, D)
+    ),
+    "attention_weight_norm": lambda: Holder(
+        self_attention, layer=parametrizations.weight_norm(attention_layer(), "in_proj_weight")
     ),
     "weight_norm": lambda: Holder(plainly, layer=parametrizations.weight_norm(nn.Linear(D, D))),
 }

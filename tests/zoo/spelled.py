@@ -59,6 +59,7 @@ def changed_in_place(m: Any, x: Tensor) -> Tensor:
 LINEAR: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "parents": (lambda m, x: F.linear(x, m.weight, m.bias) * m.gain, {"LinearGrad", "SumGrad"}),
     "falcon": (lambda m, x: x @ m.weight.T + m.bias, {"LinearGrad", "DenseGrad"}),
+    "transposed": (lambda m, x: torch.matmul(x, m.weight) - m.bias, {"LinearGrad", "DenseGrad"}),
     "scaled_weight": (
         lambda m, x: F.linear(x, 0.3 * m.weight / 2, 2 * m.bias),
         {"LinearGrad", "DenseGrad"},
@@ -119,6 +120,7 @@ NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "enlarged": (lambda m, x: hat(m, x) * (m.weight + x.new_ones(T, 1).cumsum(0)), DENSE),
     "layer_norm": (lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, m.eps), ROWS),
     "rms_norm": (lambda m, x: F.rms_norm(x, (D,), m.weight), DENSE),
+    "rms_norm_shifted": (lambda m, x: F.rms_norm(x, (D,), 2 - m.weight, m.eps), DENSE),
     "both_axes": (lambda m, x: F.layer_norm(x, (T, D), bias=m.bias.expand(T, D)), DENSE),
 }
 

@@ -53,6 +53,11 @@ def energy_gradient(m: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad(torch.tanh(x * m.v).sum(), x, create_graph=True)[0]
 
 
+def heads(m: Any, x: Tensor) -> Tensor:
+    keys = m.keys[None].expand(len(x), -1, -1)
+    return F.scaled_dot_product_attention(x, keys, keys * 2)
+
+
 def far(x: Tensor) -> Tensor:
     return (x[..., 0].abs() * 5).long().clamp(max=6)
 
@@ -161,9 +166,11 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "read_as_data": lambda m, x: x * m.v.data + x * m.w.detach() + x * m.v.tolist()[0] + m.v[0],
     "with_gradients_off": lambda m, x: x * without_grad(lambda: m.v * 1) + m.w,
     "with_gradients_off_in_part": lambda m, x: x * (m.v / without_grad(lambda: m.v.norm())),
+    "dtype_of_it": lambda m, x: x.type_as(m.v) * m.v,
     "alpha": lambda m, x: torch.add(m.v, torch.add(x, m.w, alpha=3), alpha=2),
     # operators
     "solve": lambda m, x: torch.linalg.solve(m.square, x.mT).mT,
+    "attention_keys": heads,
     "attention_function": attention_of_function,
     "gathered": lambda m, x: (
         x + torch.gather(m.keys[None].expand(len(x), -1, -1), 1, (x.abs() * 3).long().clamp(max=6))
@@ -174,8 +181,12 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "group_norm": lambda m, x: F.group_norm(x.mT, 2, m.v, m.w).mT,
     "decomposed": lambda m, x: x @ torch.linalg.qr(m.square)[0] * torch.linalg.svd(m.square).S,
     "added": lambda m, x: x + m.v,
+    "subtracted": lambda m, x: m.v - x,
+    "divided": lambda m, x: x / (m.v.exp() + torch.linspace(-1, 1, D)),
     "multiplied": lambda m, x: x * m.v,
     "class_token": lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), x], dim=1),
+    "class_token_repeat": lambda m, x: torch.cat([m.token.repeat(x.shape[0], 2, 1), x], dim=1),
+    "expanded_like": lambda m, x: torch.cat([x, m.token.expand_as(x)], dim=1),
     "class_token_written": class_token_written,
     "as_many_positions_as_samples": lambda m, x: x[:, :4] + m.v.expand(4, D),
     "positions": lambda m, x: x + m.positions(x.shape[1]),
@@ -184,6 +195,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "einsum": lambda m, x: torch.einsum("btd,de->bte", x, m.square * m.v),
     "layer_norm_function": lambda m, x: F.layer_norm(x, (D,), m.v, m.items[0]),
     "twice": lambda m, x: (x + m.v) * m.v,
+    "several": lambda m, x: torch.addcmul(m.items[0].expand_as(x), x, m.v),
     "prompt": lambda m, x: torch.cat(
         [torch.tanh(m.token @ m.square).expand(x.shape[0], 3, -1), x], 1
     ),
