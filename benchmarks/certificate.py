@@ -7,10 +7,11 @@ and asks besides how far one of many equal samples moves the sum. ``report`` mak
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import environment, report
-from benchmarks.measure import tf32
 from benchmarks.options import UsageError, add_output_options
 from benchmarks.records import Record, write_json
 
@@ -110,9 +110,20 @@ def _can_run(backend: str, precision: str, device: torch.device) -> bool:
     return precision != "fp64" and (device.type == "cuda" or precision in INTERPRETED)
 
 
-def _as_called(precision: str) -> contextlib.AbstractContextManager[None]:
+@contextmanager
+def _as_called(precision: str) -> Iterator[None]:
     """TF32 is a setting of the whole process."""
-    return tf32(True) if precision == "tf32" else contextlib.nullcontext()
+    if precision != "tf32":
+        yield
+        return
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def _setting(precision: str, device: torch.device, search: Any, **changes: Any) -> Any:

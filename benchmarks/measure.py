@@ -80,19 +80,6 @@ def settle(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def tf32(is_on: bool) -> Iterator[None]:
-    """Whether fp32 products and convolutions may round their operands to TF32."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if is_on else "highest")
-    torch.backends.cudnn.allow_tf32 = is_on
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
 class PeakMemory:
     """Peak bytes of what is built and run inside ``with``.
 

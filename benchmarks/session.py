@@ -8,7 +8,8 @@ the others, each is built anew for its turn and is alone on the device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import agreement
 from benchmarks.agreement import Errors, Fingerprint
-from benchmarks.measure import Clock, PeakMemory, host_milliseconds, milliseconds, settle, tf32
+from benchmarks.measure import Clock, PeakMemory, host_milliseconds, milliseconds, settle
 from benchmarks.methods import METHODS, Method, Setting
 from benchmarks.records import Row, Status
 
@@ -157,7 +158,7 @@ class Session:
         """Of the method whose memory was measured, where a new one would compute the same."""
         method = self._built.get(name)
         if setting != self.setting or setting.dtype == torch.float32:
-            with tf32(False):
+            with _exact_convolutions():
                 return agreement.fingerprint(self._known[name](setting), *self._batches[0])
         if method is None:  # it made room for the plain model
             if self._one_at_a_time:
@@ -172,7 +173,7 @@ class Session:
         plain = dataclasses.replace(self.setting, compile=False)
 
         def take() -> Fingerprint:
-            with tf32(False):
+            with _exact_convolutions():
                 taken = agreement.one_at_a_time(plain, *self._batches[0], dtype, checkpointing)
             return self._group.together(taken)
 
@@ -307,6 +308,17 @@ def _beyond_told(row: Row) -> Errors:
 def _one_at_a_time(dtype: torch.dtype) -> str:
     letters = "bf" if dtype == torch.bfloat16 else "fp"
     return f"one sample at a time in {letters}{8 * dtype.itemsize}"
+
+
+@contextmanager
+def _exact_convolutions() -> Iterator[None]:
+    """Convolutions to fp32's own precision."""
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _verdict(error: Exception) -> tuple[Status, str]:

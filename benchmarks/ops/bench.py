@@ -1,7 +1,7 @@
 """The harness of all benchmarks of operations.
 
-A benchmark is an :class:`OpBench`. Its ``work`` yields lists of candidates. Those of a list are
-timed in turn, since clocks vary, and each beside its floor in the same list.
+A benchmark is an :class:`OpBench`. Its ``work`` checks results, then yields lists of candidates.
+Those of a list are timed in turn, since clocks vary, and each beside its floor in the same list.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ queues the calls: a small operation takes the host longer than the device, and i
 that is measured here. And every operation finds the device as warm as in the middle of a step:
 one that has just idled, or copied, runs the next matmul a fifth faster."""
 HEAD_START_SIDE = 4096
+
+
+class Wrong(Exception):
+    """A result is wrong; the message says which and by how much."""
 
 
 @dataclass
@@ -71,7 +75,6 @@ class Run:
 
     Attributes:
         facts: what the file is to hold besides results.
-        wrong: what is wrong with a result, if anything is.
     """
 
     options: argparse.Namespace
@@ -79,7 +82,6 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     facts: dict[str, Any] = field(default_factory=dict)
-    wrong: str = ""
 
     def sizes(self, given: Any, by_device: dict[str, Any]) -> Any:
         """What was given, or the default of this device."""
@@ -91,7 +93,8 @@ class OpBench:
     """One subcommand.
 
     Attributes:
-        work: yields what is timed. Its results can be read once the next list is asked for.
+        work: raises :class:`Wrong`, or yields what is timed. Its results can be read once the next
+            list is asked for.
         arguments: adds options of its own.
         unit: of rates, where the floor is no copy; empty: they are not told.
         samples: the option for samples of each, and how many by default.
@@ -127,14 +130,18 @@ class OpBench:
         run = Run(options, console, device, dtype)
         torch.manual_seed(0)
         results: list[Result] = []
-        for candidates in self.work(run):
-            found = measure(candidates, options.samples, device, self.clock)
-            groups = dict.fromkeys(result.group for result in found)
-            console.print(f"{self.name}: {'; '.join(groups)}", markup=False, soft_wrap=True)
-            console.print(self._table(found))  # at once: an interrupted run leaves what it has
-            results += found
-            del candidates
-            settle(device)
+        try:
+            for candidates in self.work(run):
+                found = measure(candidates, options.samples, device, self.clock)
+                groups = dict.fromkeys(result.group for result in found)
+                console.print(f"{self.name}: {'; '.join(groups)}", markup=False, soft_wrap=True)
+                console.print(self._table(found))  # at once: an interrupted run leaves what it has
+                results += found
+                del candidates
+                settle(device)
+        except Wrong as error:
+            console.print(f"[bold red]{error}: nothing is timed[/]")
+            return 1
         record = {
             "kind": self.name,
             "environment": environment.describe(device, options.revision),
@@ -143,9 +150,7 @@ class OpBench:
             "results": [asdict(it) | {"median": it.median, "rate": it.rate} for it in results],
         }
         write_json(options.json, record | run.facts)
-        if run.wrong:
-            console.print(f"[bold red]{run.wrong}[/]")
-        return int(bool(run.wrong))
+        return 0
 
     def _table(self, results: list[Result]) -> Table:
         """Of one list of candidates."""
@@ -214,6 +219,13 @@ def copy_candidate(
     target = torch.empty_like(source)
     work = 2.0 * elements * source.element_size()
     return Result(group, "copy", "", work), lambda: target.copy_(source)
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """``|found - truth| / |truth|``; infinite where that is no number."""
+    found, truth = found.detach().double(), truth.detach()
+    error = float((found - truth).norm() / truth.norm().clamp(min=1e-9))
+    return error if error == error else float("inf")
 
 
 def private(model: nn.Module) -> Any:

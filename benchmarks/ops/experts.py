@@ -76,18 +76,7 @@ def layer(
     width, hidden, experts, chosen = SIZES[sizes].values()
 
     def build() -> nn.Module:
-        from transformers import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-        from flash_clipping.layers import MixtureOfExperts
-
-        if own:
-            made: nn.Module = MixtureOfExperts(width, hidden, experts, rank=rank)
-        else:
-            fields = dict(hidden_size=width, moe_intermediate_size=hidden, num_experts=experts)
-            config: Any = Qwen3MoeConfig(**fields)
-            config._experts_implementation = "grouped_mm"
-            made = Qwen3MoeExperts(config)
+        made = _own(width, hidden, experts, rank) if own else _qwen3(width, hidden, experts)
         for param in made.parameters():
             nn.init.normal_(param, std=0.02)
         return ExpertLayer(made, width=width, count=experts, flat=not own)
@@ -96,3 +85,20 @@ def layer(
         draw_routes, batch=batch, seq=seq, experts=experts, chosen=chosen, zipf=zipf
     )
     return Workload(name, build, draw, batch=batch, positions=seq)
+
+
+def _own(width: int, hidden: int, experts: int, rank: int) -> nn.Module:
+    from flash_clipping.layers import MixtureOfExperts
+
+    return MixtureOfExperts(width, hidden, experts, rank=rank)
+
+
+def _qwen3(width: int, hidden: int, experts: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config: Any = Qwen3MoeConfig(
+        hidden_size=width, moe_intermediate_size=hidden, num_experts=experts
+    )
+    config._experts_implementation = "grouped_mm"
+    return Qwen3MoeExperts(config)

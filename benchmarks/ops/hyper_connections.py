@@ -4,8 +4,8 @@ A step is forward and backward of one module whose sublayer hands on what it rea
 else is timed: ``h, post, comb = hc(x)``, then ``hc.combine(x, h, post, comb)``. Useful bytes are
 those of streams and of one stream's width, each read or written once by every operation; what
 autograd adds up between operations is not counted, but takes its time. The floor of a step is the
-eager one, and that of a private step the step. ``tests/ops`` compares results and gradients with
-float64.
+eager one, and that of a private step the step. Results and gradients are compared with float64
+before anything is timed.
 
 B samples, S positions, n streams, D features.
 """
@@ -24,9 +24,11 @@ from benchmarks.ops.bench import (
     OpBench,
     Result,
     Run,
+    Wrong,
     copy_candidate,
     integers,
     private,
+    relative_error,
     step,
 )
 from flash_clipping.layers import HyperConnections
@@ -36,6 +38,13 @@ SHAPES = {
     "cuda": [(4, 4096, 4, 2048), (4, 4096, 4, 2560), (4, 4096, 4, 4096)],
     "cpu": [(2, 64, 4, 256)],
 }
+CHECKED = (3, 1500, 4, 160)
+"""Blocks of positions as large as in the shapes that are timed, and room left in the last of them
+and of features."""
+
+#: Relative errors up to which times are taken: of results in the streams' dtype, and in fp32.
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+PRECISE = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 
 
 class Block(nn.Module):
@@ -65,6 +74,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def work(run: Run) -> Iterator[list[Candidate]]:
+    errors = check(run.device, run.dtype)
+    told = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    run.console.print(f"relative errors against float64: {told}")
+    for name, error in errors.items():
+        allowed = PRECISE if name in ("post", "comb", "of parameters") else ROUNDED
+        if not error <= allowed[run.dtype]:
+            raise Wrong(f"{name}: an error of {error:.1e} is too much")
+    run.facts["errors"] = errors
     for shape in run.sizes(run.options.shape, SHAPES):
         yield candidates(shape, run.device, run.dtype)
 
@@ -78,6 +95,29 @@ def module(n: int, D: int, device: torch.device) -> HyperConnections:
         hc.alpha.copy_(torch.tensor([1.1, 0.9, 1.05]))
         hc.gamma.add_(torch.randn_like(hc.gamma) / 2)
     return hc.to(device)
+
+
+def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of each result of the module, and of gradients by all of them."""
+    B, S, n, D = CHECKED
+    hc = module(n, D, device)
+    x = torch.randn(B, S, n, D).to(device, dtype).requires_grad_()
+    read = torch.randn(B, S, D).to(device, dtype)  # of a sublayer
+    found = [*hc(x)]
+    found.append(hc.combine(x, read, found[1].detach(), found[2].detach()))
+    upstream = [torch.randn_like(each) for each in found]
+    grads = torch.autograd.grad(found, [x, *hc.parameters()], upstream)
+    wide = x.detach().double().requires_grad_()
+    params = [p.detach().double().requires_grad_() for p in (hc.phi, hc.alpha, hc.bias, hc.gamma)]
+    truth = [*ops.reference.hyper_connections(wide, params, hc.settings)[:3]]
+    mixed = (found[1].detach().double(), found[2].detach().double())
+    truth.append(mixing.reference.stream_mix(wide, read.double(), *mixed, hc.transposed))
+    of_truth = torch.autograd.grad(truth, [wide, *params], [each.double() for each in upstream])
+    names = ("h", "post", "comb", "streams")
+    errors = {name: relative_error(*pair) for name, *pair in zip(names, found, truth, strict=True)}
+    errors["of x"] = relative_error(grads[0], of_truth[0])
+    pairs = zip(grads[1:], of_truth[1:], strict=True)
+    return errors | {"of parameters": max(relative_error(*pair) for pair in pairs)}
 
 
 def candidates(

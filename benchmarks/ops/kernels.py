@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.bench import Candidate, OpBench, Result, Run, copy_candidate, integers
+from benchmarks.ops.bench import Candidate, OpBench, Result, Run, Wrong, copy_candidate, integers
 from benchmarks.ops.experts import SIZES, draw_routes
 from flash_clipping import ops
 from flash_clipping.ops.convolution import (
@@ -88,6 +88,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def work(run: Run) -> Iterator[list[Candidate]]:
+    worst = check(run.device, run.dtype)
+    run.console.print(f"worst relative error of a norm against float64: {worst:.1e}")
+    if not worst <= 1e-5:
+        raise Wrong("a norm is wrong")
     choices = run.facts["choices"] = []
     for shape in run.sizes(run.options.shape, SHAPES):
         candidates = linear_candidates(shape, run.device, run.dtype)
@@ -105,6 +109,30 @@ def work(run: Run) -> Iterator[list[Candidate]]:
         yield convolution_candidates(layer, run.device, run.dtype)
     for routes in run.sizes(run.options.routes, ROUTES):
         yield segment_candidates(routes, run.device, run.dtype)
+
+
+def check(device: torch.device, dtype: torch.dtype) -> float:
+    """The worst relative error of any norm on a small case, against float64."""
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    A, G = randn(3, 200, 136), randn(3, 200, 264)
+    grads = torch.einsum("btp,btd->bpd", G.double(), A.double())
+    linear = grads.square().sum((1, 2))
+    ids = torch.randint(50, (3, 200), device=device)
+    table = torch.nn.functional.one_hot(ids, 50).double().mT @ A.double()
+    rstd = torch.ones(3, 200, device=device)
+    wanted = dict.fromkeys(("input_grad", "weight_grad", "bias_grad"), True)
+    _, w_Bd, _ = ops.norm_backward(A, A, None, rstd, None, **wanted)
+    assert w_Bd is not None
+    sq_B, kept = ops.outer_sqnorms(A, G, store=True)
+    assert kept is not None
+    pairs = [
+        (ops.gram_sqnorms(A, [G])[0][0], linear),
+        (ops.outer_sqnorms(A, G)[0], linear),
+        (ops.embedding_sqnorms(ids, A), table.square().sum((1, 2))),
+        (w_Bd.square().sum(1), A.double().square().sum(1).square().sum(1)),
+        (sq_B, kept.double().square().sum((1, 2))),
+    ]
+    return max(float((ours / oracle - 1).abs().max()) for ours, oracle in pairs)
 
 
 def linear_candidates(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Candidate]:

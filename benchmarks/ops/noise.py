@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.ops.bench import Candidate, OpBench, Result, Run
+from benchmarks.ops.bench import Candidate, OpBench, Result, Run, Wrong
 from benchmarks.ops.noise_statistics import Statistics
 from benchmarks.report import table
 from flash_clipping.ops.noise import noisy_means
@@ -64,7 +64,7 @@ def work(run: Run) -> Iterator[list[Candidate]]:
     run.facts |= {"rounds": options.rounds, "draws": found.count, "largest": found.largest}
     run.facts["statistics"] = rows
     if found.worst() > DOUBTFUL:
-        run.wrong = f"a figure is off by {found.worst():.1f} standard errors"
+        raise Wrong(f"a figure is off by {found.worst():.1f} standard errors")
 
 
 def candidates(device: torch.device, parameters: int, rounds: int) -> list[Candidate]:

@@ -2,8 +2,8 @@
 and a step of ``ProductKeyExperts``, private against not.
 
 The plain way to choose is the efficient one: the best of each axis, then the best of their k × k
-sums; ties go wherever ``torch.topk`` leaves them. ``tests/ops`` compares results and gradients of
-ours with float64.
+sums; ties go wherever ``torch.topk`` leaves them. Before a time is taken, results and gradients of
+ours are compared with float64 on all experts of a few rows.
 
 N rows, s entries of an axis, k choices; B samples, T tokens, d features.
 """
@@ -22,7 +22,9 @@ from benchmarks.ops.bench import (
     OpBench,
     Result,
     Run,
+    Wrong,
     private,
+    relative_error,
     step,
 )
 from flash_clipping.layers import ProductKeyExperts
@@ -30,6 +32,9 @@ from flash_clipping.layers.product_key_experts import route
 
 SIDES, CHOICES = [64, 256, 1024], [16, 32]
 ROWS = {"cuda": 16384, "cpu": 256}
+CHECKED = 4
+"""Rows that are compared: the oracle forms all experts of each."""
+
 #: Of the layer: samples, tokens of each, features, entries of an axis, choices, heads.
 LAYER = {"cuda": (8, 512, 1024, 256, 16, 4), "cpu": (2, 16, 32, 16, 4, 2)}
 
@@ -46,6 +51,8 @@ def work(run: Run) -> Iterator[list[Candidate]]:
     for side in run.options.sides:
         for k in run.options.choices:
             x, y, grad = draw(rows, side), draw(rows, side), draw(rows, k)
+            if wrong := disagreement(x[:CHECKED], y[:CHECKED], grad[:CHECKED]):
+                raise Wrong(f"s {side}, k {k}: {wrong}")
             yield candidates(x, y, grad)
     yield layers(LAYER[run.device.type], run.device, run.dtype)
 
@@ -90,6 +97,28 @@ def layers(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
         (result("layer"), partial(step, plain, x, grad)),
         (result("private layer", "layer"), partial(step, private(other), x, grad)),
     ]
+
+
+def disagreement(x: Tensor, y: Tensor, grad: Tensor) -> str:
+    """What is wrong with our results on these rows, or nothing."""
+    k, side = grad.shape[1], x.shape[1]
+    leaves = [axis.clone().requires_grad_() for axis in (x, y)]
+    scores, indices = route(*leaves, k)
+    found = (scores, *torch.autograd.grad(scores, leaves, grad))
+    wide = [axis.double().requires_grad_() for axis in (x, y)]
+    sums = (wide[0][:, :, None] + wide[1][:, None, :]).detach().flatten(1)
+    chosen = sums.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    if not torch.equal(indices.long(), chosen):
+        return "other experts than the oracle's"
+    first, second = (axis.log_softmax(1) for axis in wide)
+    oracle = first.gather(1, chosen // side) + second.gather(1, chosen % side)
+    expected = (oracle, *torch.autograd.grad(oracle, wide, grad.double()))
+    allowed = max(1e-5, 2 * torch.finfo(x.dtype).eps)
+    for what, ours, theirs in zip(("scores", "dx", "dy"), found, expected, strict=True):
+        error = relative_error(ours, theirs)
+        if not error <= allowed:
+            return f"{what} are off by {error:.1e}"
+    return ""
 
 
 BENCH = OpBench(

@@ -1,13 +1,16 @@
-"""Benchmarks of operations time each beside its floor."""
+"""Benchmarks of operations check before they time; what they time is the machine's business."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.ops import hyper_connections, kernels, product_key
 from tests.benchmarks.conftest import Run
 
 #: Command -> options that make it small, and the names of its results in their order.
@@ -54,3 +57,24 @@ def test_a_benchmark_measures_each_operation_beside_its_floor(
         if result["floor"]:
             floor = named[result["group"], result["floor"]]
             assert result["of_floor"] == pytest.approx(result["rate"] / floor["rate"])
+
+
+def scaled(found: Any) -> Any:
+    return found * 1.001 if isinstance(found, Tensor) else (found[0] * 1.001, *found[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "what", "words"),
+    [
+        ("kernels", kernels.ops, "outer_sqnorms", "a norm is wrong"),
+        ("hyper-connections", hyper_connections.mixing, "stream_mix", "streams: an error"),
+        ("product-key", product_key, "route", "scores are off"),
+    ],
+)
+def test_a_wrong_result_stops_a_benchmark(
+    name: str, where: Any, what: str, words: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(where, what)
+    monkeypatch.setattr(where, what, lambda *args, **kwargs: scaled(right(*args, **kwargs)))
+    status, printed = run(*small(name))
+    assert status == 1 and words in printed and "nothing is timed" in printed, printed
