@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flash_clipping import Kernels
 from flash_clipping.__main__ import main
 from flash_clipping.diagnostics import CheckReport, check, environment
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
@@ -36,6 +37,14 @@ def test_rules_of_parameters() -> None:
     report = check(Tied(), torch.randint(0, 11, (4, 7)), dtype=torch.float64)
     assert report.passed, str(report)
     assert of(report, "embed.weight").rule == "EmbeddingRule + LinearRule"
+
+
+@pytest.mark.skipif(not backends.is_interpreting(), reason="needs Triton's interpreter")
+def test_a_backend_that_is_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    report = check(model, torch.randn(2, 16, 16), kernels=Kernels("triton"), removals=0)
+    assert report.passed, str(report)
+    assert of(report, "0.weight").rule == "LinearRule"
 
 
 def test_frozen_and_unused_parameters_are_listed() -> None:

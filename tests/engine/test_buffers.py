@@ -167,6 +167,16 @@ def test_a_forward_that_records_nothing_counts(use: Forward) -> None:
         flash(*batch())
 
 
+def test_nothing_is_compared_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(made_every_time)
+    model(*batch())
+    flash = GradSampleModuleFlashClipping(model)
+    flash(*batch())
+    monkeypatch.setattr(flash._session.calls, "captured", object())
+    with torch.no_grad(), raises("FC130", NotImplementedError, match="CUDA graph is captured"):
+        flash(*batch())
+
+
 def test_not_strict_leaves_buffers_alone() -> None:
     model = model_of(in_place)
     squares(GradSampleModuleFlashClipping(model, strict=False), batch()).backward()

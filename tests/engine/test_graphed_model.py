@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from flash_clipping import (
     Kernels,
 )
 from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.errors import raises
 from tests.support.graphs import (
     PlayedByHand,
@@ -225,6 +227,28 @@ def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch
     # A capture is two more calls, and by hand so is a replay.
     assert len(audited) == 1 and 32 <= audited[0] <= 36
     assert training.replays >= 6
+
+
+@pytest.mark.parametrize(("places", "given"), [((0, 1), 0), ((0,), None)])
+def test_a_model_on_several_devices_runs_as_it_is(places: tuple[int, ...], given: Any) -> None:
+    def on(device: str) -> Any:
+        return SimpleNamespace(device=torch.device(device))
+
+    def layer(device: str) -> Any:
+        return SimpleNamespace(_parameters={"weight": on(device)}, _buffers={})
+
+    class Spread(GraphedModel):
+        def _device(self, modules: Any, tensors: Any) -> Any:
+            x = on("cpu" if given is None else GPUS[given])
+            return super()._device([layer(GPUS[n]) for n in places], [x])
+
+    graphs = Spread(Training(False).model, print)
+    with raises("FC702", ValueError):
+        graphs._device([], [])
+    assert graphs._call((torch.zeros(2),), {}) is None
+
+
+GPUS = "cuda:0", "cuda:1"
 
 
 def train(graphed: bool, physical: int, noise: float) -> tuple[list[Tensor], int]:

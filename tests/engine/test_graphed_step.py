@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping.ops.runtime import tables
+from flash_clipping.ops.runtime.tables import to_device
 from tests.support.errors import raises, warns
 from tests.support.graphs import (
     GraphedTraining,
@@ -445,3 +447,10 @@ def test_a_step_is_rehearsed_as_it_will_be_captured(
         graphed(x)
     assert asked == [False, False, True]
     assert torch.cuda.is_current_stream_capturing is asks
+
+
+def test_an_upload_that_no_replay_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    with raises("FC701"):
+        to_device([1, 2], torch.device("meta"), torch.int64)
