@@ -217,7 +217,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         # Opacus' users and tests find the handles under this name.
         handles: list[Any] = []
         root.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles  # type: ignore[assignment]
-        root.__deepcopy__ = partial(_plain_copy, self)
+        vars(root)["__deepcopy__"] = partial(_plain_copy, self)
         wrapper = self if isinstance(self, nn.Module) else root
         if self.mode == "one_by_one":
             self._installed: list[Any] = [wings.one_by_one(self, wrapper, handles)]

@@ -184,6 +184,7 @@ def test_compiled_in_whole_before_wrapping(how: str) -> None:
     assert backend.graphs == 1
     module.to_standard_module()
     assert (vars(compiled).get("_compiled_call_impl"), vars(compiled).get("forward")) == before
+    assert not any("__deepcopy__" in vars(part) for part in compiled.modules())
     assert backend.graphs == 1
 
 
