@@ -101,8 +101,8 @@ def _keeps_type(name: str) -> Any:
         shapes = " and ".join(str([*x.shape]) for x in (mine, *of_losses))
         raise InvalidValue(
             f"FC462 loss.{name}: found losses of shape {shapes}. A scalar would count once for "
-            "every sample: give both one for each sample (a torch.nn loss, a function that returns "
-            "them), and weights of the same shape. Of batches, add numbers:\n    loss.item()"
+            "every sample: give both one for each sample (a torch.nn loss, a function with "
+            "reduction=), and weights of the same shape. Of batches, add numbers:\n    loss.item()"
         )
 
     operate.__name__ = name
@@ -113,11 +113,22 @@ for _name in ("truediv", "mul", "rmul", "add", "radd", "sub", "rsub", "neg"):
     setattr(FlashTensor, f"__{_name}__", _keeps_type(f"__{_name}__"))
 
 
-def _is_of_pytorch(criterion: Any) -> bool:
-    """Whether it is PyTorch's own; the mean of ``CTCLoss`` is one over the lengths of targets."""
+def _unwrapped(criterion: Any) -> Any:
     while isinstance(criterion, partial):
         criterion = criterion.func
-    if criterion is F.ctc_loss or isinstance(criterion, nn.CTCLoss):
+    return criterion
+
+
+def _is_ctc(criterion: Any) -> bool:
+    """Whether it is ``CTCLoss``, whose mean is one over the lengths of targets."""
+    criterion = _unwrapped(criterion)
+    return criterion is F.ctc_loss or isinstance(criterion, nn.CTCLoss)
+
+
+def _is_of_pytorch(criterion: Any) -> bool:
+    """Whether it is PyTorch's own, and the mean of its losses."""
+    criterion = _unwrapped(criterion)
+    if _is_ctc(criterion):
         return False
     of_module = type(criterion) if isinstance(criterion, nn.Module) else criterion
     return getattr(of_module, "__module__", "") in (nn.modules.loss.__name__, F.__name__)
@@ -127,21 +138,21 @@ class FlashLoss(DPLossFastGradientClipping):
     """The user's criterion, called as before; ``loss.backward()`` runs one backward pass.
 
     Built and called like Opacus' ``DPLossFastGradientClipping``. Norms and clipped sums are those
-    of ``loss.backward()`` on the criterion's own scalar:
+    of ``loss.backward()`` on the mean, or sum, of the losses of samples:
 
-    * PyTorch's own losses (but ``nn.CTCLoss``) give a loss for each sample. Where that has further
-      axes, a sample's loss is the mean over them (their sum, if losses are summed); targets that
-      are ``ignore_index`` do not count.
-    * Any other criterion is called as it is, unless ``shape`` is given. A scalar goes backward as
-      it would without this class.
+    * A module with an attribute ``reduction``, or a function with such an argument, gives a loss
+      for each sample. Where that has further axes, a sample's loss is the mean over them (their
+      sum, if losses are summed); targets that are ``ignore_index`` do not count.
+    * Any other criterion is called as it is, and so is ``nn.CTCLoss``. A scalar goes backward as it
+      would without this class.
 
     It takes the logits of an output of transformers. With logits ``[B, T, V]`` and targets
     ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed).
     Targets are not shifted. Weights of classes weigh a sample's loss; none divides another's.
 
     Raises:
-        ValueError: the reductions of criterion, module and optimizer do not agree; in a call, a
-            criterion that broadcasts targets over samples.
+        ValueError: the reductions of criterion, module and optimizer do not agree; in a call, the
+            criterion's scalar is no mean (or sum) over samples, or it broadcasts targets over them.
     """
 
     module: GradSampleHooksFlashClipping
@@ -177,9 +188,12 @@ class FlashLoss(DPLossFastGradientClipping):
         self._buffers: BufferWatch | None = None
         if isinstance(criterion, nn.Module) and module.strict and [*criterion.buffers()]:
             self._buffers = BufferWatch(criterion, module._session, "criterion.criterion")
-        self._is_of_pytorch = _is_of_pytorch(criterion)
+        #: Whether it is known to be the mean, or sum, of its losses; those of PyTorch are.
+        self._is_known = _is_of_pytorch(criterion)
+        #: Whether it can be asked for a loss for each sample.
+        self._gives_losses = self._is_known or (own is not None and not _is_ctc(criterion))
         #: Whether it was checked whether it compares samples; losses of PyTorch do not.
-        self._is_separable = self._is_of_pytorch
+        self._is_separable = self._is_known
         # Opacus' own writes into the criterion that it is given.
         self.module, self.optimizer, self.criterion = module, optimizer, criterion
         self.loss_reduction = loss_reduction
@@ -207,14 +221,21 @@ class FlashLoss(DPLossFastGradientClipping):
                 f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
             )
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        asks, own = self._gives_losses or shape is not None, None
+        if shape is None and asks and not (self._is_known or captures):
+            with torch.no_grad(), torch.random.fork_rng():
+                own = self.criterion(*args, **kwargs)
         if shape is None and not (self._is_separable or captures):
             self._refuse_comparison(args, kwargs)
-        losses = self._losses(args, kwargs, alone=self._is_of_pytorch or shape is not None)
+        losses = self._losses(args, kwargs, alone=asks)
         self._refuse_broadcast((*args, *kwargs.values()), losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
         if losses.dim() > 1:
             losses = self._of_samples(losses, self._counted(args, kwargs, losses))
+        if isinstance(own, Tensor) and not own.dim() and losses.numel():
+            mine = losses.detach()
+            self._compare(own, mine.mean() if self.loss_reduction == "mean" else mine.sum())
         self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
 
@@ -228,7 +249,10 @@ class FlashLoss(DPLossFastGradientClipping):
         if samples < 4 or not session.options.batch_first or call.units is not None:
             return
         whole: Any = self.criterion if isinstance(self.criterion, nn.Module) else nn.Module()
-        given, is_mean = (self.criterion, args, kwargs, samples), self.loss_reduction == "mean"
+        loss: Any = self.criterion
+        if self._gives_losses:
+            loss = lambda *x, **named: self._losses(x, named, alone=True)  # noqa: E731
+        given, is_mean = (loss, args, kwargs, samples), self.loss_reduction == "mean"
         with untouched(whole):
             compares = compares_samples(*given, is_mean)
             is_other = compares and not compares_samples(*given, not is_mean)
@@ -323,6 +347,22 @@ class FlashLoss(DPLossFastGradientClipping):
         if not is_label or target.shape not in shapes or not isinstance(index, int):
             return None
         return torch.ne(target, index).reshape(losses.shape)
+
+    def _compare(self, own: Tensor, reduced: Tensor) -> None:
+        """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""
+        if not bool(own.isfinite() & reduced.isfinite()):
+            return
+        slack = 1e-3 if own.dtype in (torch.float32, torch.float64) else 3e-2
+        if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
+            self._is_known = True
+            return
+        raise InvalidValue(
+            f"FC441 criterion ({self._name}): found {float(own):.6g} with its own reduction, and "
+            f"{float(reduced):.6g} by reducing its losses of samples: it divides by something else "
+            "than their number. Divide each sample's loss by what belongs to that sample. If the "
+            "divisor does not depend on samples, train on the sum:\n"
+            "    make_private(criterion=lambda *args: criterion(*args), loss_reduction='sum', ...)"
+        )
 
 
 # -- whether a criterion compares samples ----------------------------------------------------------

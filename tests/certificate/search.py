@@ -199,14 +199,15 @@ class Release:
 
 
 class PlantedLoss(nn.Module):
-    """Losses of samples whose gradients are planted, as a criterion: the library takes the mean."""
+    """The loss of a sample whose gradients are planted, as a criterion."""
 
     def __init__(self, reduction: str):
         super().__init__()
         self.reduction = reduction
 
     def forward(self, outputs: Sequence[Tensor], plants: Sequence[Tensor]) -> Tensor:
-        return planted_losses(outputs, plants)
+        loss_B = planted_losses(outputs, plants)
+        return loss_B if self.reduction == "none" else loss_B.mean()
 
 
 def planted_losses(outputs: Sequence[Tensor], plants: Sequence[Tensor]) -> Tensor:

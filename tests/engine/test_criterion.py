@@ -134,10 +134,13 @@ def test_a_function_s_own_reduction_must_agree() -> None:
 def test_a_mean_of_another_kind_is_refused() -> None:
     """Its gradients would grow with the number of samples. As a sum it is exact."""
     x, target = batch("values")
-    for criterion in (OfItsOwnKind(), lambda *args: OfItsOwnKind()(*args)):
+    for code, criterion in (
+        ("FC441", OfItsOwnKind()),
+        ("FC461", lambda *args: OfItsOwnKind()(*args)),
+    ):
         wrapped, _, returned = private(criterion)
         for _ in range(2):  # not the first time only
-            with raises("FC461", ValueError, match="OfItsOwnKind|lambda") as error:
+            with raises(code, ValueError, match="OfItsOwnKind|lambda") as error:
                 returned(wrapped(x), target)
         assert "loss_reduction='sum'" in str(error.value)
     wrapped, _, returned = private(lambda *args: OfItsOwnKind()(*args), loss_reduction="sum")
@@ -152,7 +155,9 @@ def test_a_mean_of_another_kind_is_refused() -> None:
         returned(wrapped(x), target)
 
 
-@pytest.mark.parametrize("criterion", [nn.CTCLoss(), partial(F.ctc_loss, blank=0)], ids=str)
+@pytest.mark.parametrize(
+    "criterion", [nn.CTCLoss(), partial(F.ctc_loss, blank=0)], ids=["module", "function"]
+)
 def test_a_mean_over_lengths_too_is_the_criterion_s_own(criterion: Any) -> None:
     x, lengths = batch("values")[0], torch.tensor([1, 2, 1, 2, 1, 2])
     target, steps = torch.tensor([[1, 2]]).expand(BATCH, 2), torch.full((BATCH,), 3)
@@ -219,6 +224,7 @@ def huber(output: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
 BROADCASTING: dict[str, Any] = {
     "MSELoss": nn.MSELoss(),
     "KLDivLoss": nn.KLDivLoss(),
+    "own function": huber,
 }
 
 
