@@ -227,3 +227,21 @@ def test_a_models_own_exception_is_not_tried_again(error: type[Exception]) -> No
     with pytest.raises(error, match="the model's own"):
         module(torch.randn(5, 6, 4))
     assert float(model.runs) == before + 1
+
+
+class Uses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mid = torch.tanh(self.first(x)), self.mid
+        found: Tensor = torch.cond(x.sum() > 0, lambda x: mid(x), lambda x: mid(x) * 2, (x,))
+        return found
+
+
+@pytest.mark.parametrize("fullgraph", [True, None])
+def test_an_operator_with_a_body_names_the_layer(fullgraph: bool | None) -> None:
+    module = wrapped(Uses(), fullgraph)
+    with raises("FC402|FC403", match=r"mid \(Linear\): called inside"):
+        squares(module, (torch.randn(3, 5, 4),)).backward()

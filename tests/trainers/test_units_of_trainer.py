@@ -122,6 +122,13 @@ def test_packed_documents(tmp_path: Path, sample_of: Any, collate: Any) -> None:
         assert (model.state_dict()[name] - tensor).norm() <= 1e-6 * moved, name
 
 
+def test_a_collator_that_does_not_say_whose_rows_are(tmp_path: Path) -> None:
+    private = trainer(tmp_path, llama(), sample_of="author", train_dataset=texts())
+    private.data_collator = packed
+    with raises("FC808", ValueError, match="argument='author'.*NoneType"):
+        private.train()
+
+
 def test_documents_that_are_joined(tmp_path: Path) -> None:
     """A unit must be an item: items are drawn, and accounted, one by one."""
 
