@@ -161,8 +161,8 @@ def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: Any) -> None:
         counter = Fault(-1, None)
         step(expected, batch, counter)
         counts.append(counter.count)
-    proofs = [at for at in spread(*counts, rehearsed=2, own=20) if at < counts[0] - counts[1]]
-    halved, own = 0, 20
+    proofs = [at for at in spread(*counts, rehearsed=2, own=40) if at < counts[0] - counts[1]]
+    halved, own = 0, 40
     for at in proofs:
         training = Training(**options)
         for batch, first in zip(batches, (at, -1), strict=True):
