@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from typing import Any, NoReturn
@@ -149,7 +149,7 @@ class Norms:
 
 
 _IS_THERE = operator.is_not
-_VERSION, _GRAD = map(operator.attrgetter, ("_version", "grad"))
+_VERSION, _GRAD, _DATA = map(operator.attrgetter, ("_version", "grad", "data"))
 
 
 #: Those of models that a private optimizer has followed.
@@ -218,9 +218,9 @@ class GradLedger:
         self._foreign: set[int] = set()
         #: Some of these sums' elements: of these parameters, from this number on, their bits.
         self._elements: tuple[Sequence[nn.Parameter], int, Tensor] | None = None
-        #: How many parameters the last backward pass had, and their versions together, until noise
-        #: is added.
-        self._written: tuple[int, int] | None = None
+        #: How many parameters the last backward pass had, their versions together, its number and
+        #: some of their bits, until noise is added.
+        self._written: tuple[int, int, int, Tensor | None] | None = None
         self._follower: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -320,15 +320,17 @@ class GradLedger:
                 foreign.add(id(param))
         versions = sum(map(_VERSION, params))
         earlier, self._written = self._written, None
-        if self._follower is not None and params and not hasattr(params[0], "placements"):
-            self._written = len(params), versions
-            if earlier and earlier[0] == len(params) and earlier[1] != versions:
-                raise FlashClippingError(
-                    "FC504 backward(): found parameters that were written since the last "
-                    "backward(), without an optimizer.step(). An ascent step (SAM) counts samples "
-                    "twice, without noise. Where weights were only loaded, begin the step again "
-                    "before this:\n    optimizer.discard_step()"
-                )
+        if self._follower is not None:
+            n = self.clipped_backwards  # of every 17: where a step has two, each in turn
+            bits = _bits_of(params, n, _DATA) if n % 17 == 4 else None
+            self._written = len(params), versions, n, bits
+            if earlier and earlier[0] == len(params) and not hasattr(params[0], "placements"):
+                if earlier[1] != versions:
+                    raise FlashClippingError(_WRITTEN)
+                _, _, m, left = earlier
+                same = None if left is None else _is_same(_bits_of(params, m, _DATA), left)
+                if same is not None:
+                    check_on_device(same, _WRITTEN, FlashClippingError)
         running = self.record
         # A backward pass that failed has counted nothing; sums that are gone were taken by hand.
         if running is not None and (not running.backwards or len(foreign) == len(held)):
@@ -419,7 +421,7 @@ class GradLedger:
         # Versions of a DTensor miss what functions of many tensors write (clip_grad_norm_).
         often = n < 8 or n % 16 == 0 or {*map(type, grads)} != {Tensor}
         looks = some and self._follower is not None and often
-        if looks and (bits := _bits_of(some, n)) is not None:
+        if looks and (bits := _bits_of(some, n, _GRAD)) is not None:
             self._elements = some, n, bits
         self._left = left  # the last: an interrupt before it leaves nothing known
 
@@ -447,10 +449,8 @@ class GradLedger:
             refuse_lacking(self.model, self.follower)
         if self._elements is not None:  # versions do not count what is written past autograd
             some, n, left = self._elements
-            found = _bits_of(some, n)
-            if found is None or any(getattr(found, k) != getattr(left, k) for k in _LAYOUT):
+            if (same := _is_same(_bits_of(some, n, _GRAD), left)) is None:
                 self._refuse_grad(some[0])
-            same = (found == left).all()
             check_on_device(same, f"FC503 optimizer.step(): a {_NOT_THE_SUM}", InvalidValue)
         return replace(record, params=frozenset(map(id, params)))
 
@@ -483,16 +483,28 @@ _NOT_THE_SUM = (
     "(switch the trainer's clipping off), and clear gradients with optimizer.zero_grad()."
 )
 
-_LAYOUT = "shape", "dtype", "device"
+_WRITTEN = (
+    "FC504 backward(): found parameters that were written since the last backward(), without an "
+    "optimizer.step(). An ascent step (SAM) counts samples twice, without noise. Where weights "
+    "were only loaded, begin the step again before this:\n    optimizer.discard_step()"
+)
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits_of(params: Sequence[nn.Parameter], n: int) -> Tensor | None:
-    """Bits of up to 64 elements of 16 parameters' sums, those of one dtype on one device; without
-    waiting. ``n`` says which of them; ``None`` where there are none."""
+def _is_same(found: Tensor | None, left: Tensor) -> Tensor | None:
+    """Whether bits are as they were, on the device; ``None`` where there are others, or none."""
+    if found is None or (found.dtype, found.device) != (left.dtype, left.device):
+        return None
+    return (found == left).all() if found.shape == left.shape else None
+
+
+def _bits_of(params: Sequence[nn.Parameter], n: int, of: Callable[[Any], Any]) -> Tensor | None:
+    """Bits of up to 64 elements of 16 parameters' sums, or values, those of one dtype on one
+    device; without waiting. ``n`` says which of them; ``None`` where there are none."""
     parts: list[Tensor] = []
     for param in [*params, *params][16 * n % len(params) :][: min(16, len(params))]:
-        grad: Any = param.grad
+        grad = of(param)
         if hasattr(grad, "placements"):
             grad = local_tensor(grad)
         if type(grad) is not Tensor or not grad.numel() or not grad.is_contiguous():

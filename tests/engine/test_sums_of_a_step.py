@@ -350,6 +350,29 @@ def ascend(private: Private) -> None:
             p.add_(p.grad, alpha=0.1)
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_ascent_past_autograd_is_refused(before: int) -> None:
+    private = Private()
+    for _ in range(before):
+        private.step(4)
+
+    def train() -> None:
+        for _ in range(12):
+            private.optimizer.zero_grad()
+            private.backward(4)
+            for p in private.plain.parameters():
+                p.data.add_(p.grad, alpha=0.1)  # which no version counts
+            private.optimizer.zero_grad()
+            private.backward(4)
+            private.optimizer.step()
+
+    with raises("FC504"):
+        train()
+    private.optimizer.zero_grad()
+    private.optimizer.discard_step()
+    private.step(4)
+
+
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_an_ascent_step_is_refused(clears: bool, wrap_model: bool, released: Released) -> None:
