@@ -228,7 +228,7 @@ def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
     compare(wrap(model, max_grad_norm=0.5, mode=mode), truth, case, batch, 0.5)
 
 
-def test_shapes_are_learned_once_for_each_size() -> None:
+def test_shapes_are_learned_once_for_each_length() -> None:
     runs = 0
 
     class Counted(Language):
@@ -243,11 +243,11 @@ def test_shapes_are_learned_once_for_each_size() -> None:
     module.compile(backend="eager", fullgraph=True)
     lm_loss(module, (torch.randint(0, 13, (4, 6)),)).mean().backward()
     rehearsed = runs
-    for shape in [(7, 6), (5, 9), (3, 5), (1, 6), (7, 6), (5, 9)]:
+    for shape in [(7, 6), (5, 9), (3, 5), (1, 6)]:
         module.zero_grad(set_to_none=True)
         lm_loss(module, (torch.randint(0, 13, shape),)).mean().backward()
         assert module.get_norm_sample().shape == shape[:1]
-    assert runs - rehearsed == 4
+    assert runs - rehearsed == 3  # two lengths, and a single sample
 
 
 @pytest.mark.parametrize("fullgraph", [slow(False), True])

@@ -4,7 +4,7 @@ region, and what comes back for them is recorded there."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -85,19 +85,36 @@ class Layout:
         """Whether something in the region is the same for all samples."""
         return any(slot.kind != "samples" for slot in self.slots)
 
+    def for_batch(self, batch_size: int) -> Layout | None:
+        """The same for another number of samples: the rows of each wire are theirs. ``None`` where
+        these rows are no multiple of the samples."""
+        known = self.batch_size
+        if any(shape[0] % known for shape, *_ in self.like):
+            return None
+        like = [((n[0] // known * batch_size, *n[1:]), dtype, at) for n, dtype, at in self.like]
+        return replace(self, batch_size=batch_size, like=like)
 
-def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
-    """What a region was called with."""
+
+def kind_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, axis: int
+) -> tuple[tuple[Hashable, ...], bool]:
+    """What a region was called with, and whether something in it has a row for each sample: how
+    many these are is then left out."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kind: list[Hashable] = [repr(spec)]
+    has_rows = False
     for leaf in leaves:
         plain = leaf is None or isinstance(leaf, bool | int | float | str)
         kind.append(leaf if plain else repr(type(leaf)))
-        kind += [(x.dtype, x.device, tuple(x.shape)) for x in tensors_in(leaf)]
+        for x in tensors_in(leaf):
+            shape: list[Any] = [*x.shape]
+            if batch_size > 1 and shape[axis : axis + 1] == [batch_size]:
+                has_rows, shape[axis] = True, "samples"
+            kind.append((x.dtype, x.device, *shape))
     for device in sorted({x.device.type for x in tensors_in((args, kwargs))}):
         if torch.is_autocast_enabled(device):
             kind.append(torch.get_autocast_dtype(device))
-    return tuple(kind)
+    return tuple(kind), has_rows
 
 
 class Wired(torch.autograd.Function):

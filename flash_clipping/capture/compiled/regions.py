@@ -125,14 +125,18 @@ class Region:
         batch_size = 0 if call is None else call.batch_size or 0
         trainables = [tap.trainable()[0] for tap in self.taps]
         shown = tuple([*map(kind_of, self.taps)])
-        key = batch_size, kind_of_call(args, kwargs), tuple(map(id, trainables)), shown
-        known = key in self._layouts
-        if not known:
-            self._layouts[key] = layout = self._learn(batch_size, args, kwargs)
+        of_call, has_rows = kind_of_call(args, kwargs, batch_size, session.options.batch_axis)
+        kind = of_call, tuple(map(id, trainables)), shown
+        key = batch_size, kind
+        found = self._layouts.get(key)
+        if found is None and has_rows and kind in self._layouts:
+            found = self._layouts[kind].for_batch(batch_size)
+        layout = self._learn(batch_size, args, kwargs) if found is None else found
+        if key not in self._layouts:
             layout.kept = trainables
-            if len(self._layouts) > REMEMBERED:
+            self._layouts |= dict.fromkeys((key, kind) if has_rows else (key,), layout)
+            while len(self._layouts) > REMEMBERED:
                 del self._layouts[next(iter(self._layouts))]
-        layout = self._layouts[key]
         if not self._tried.issuperset(layout.unproven):
             # As eager taps do, take what they read for samples, to be proven after this.
             self._tried |= layout.unproven
@@ -154,13 +158,22 @@ class Region:
                     "region). Call the layer outside of it, or leave this part uncompiled."
                 ) from error
             # With one graph for all, nothing has run while it is traced. Otherwise a part may have.
-            if not (traces.misfits and known and self.fullgraph and is_compilers_error(error)):
+            if not (
+                traces.misfits
+                and found is not None
+                and self.fullgraph
+                and is_compilers_error(error)
+            ):
                 raise
-            del self._layouts[key]
+            self._forget(key, kind)
             return self(*args, **kwargs)
         finally:
             if traces.misfits:  # some layers ran alone; it is learned again
-                self._layouts.pop(key, None)
+                self._forget(key, kind)
+
+    def _forget(self, *places: Hashable) -> None:
+        for place in places:
+            self._layouts.pop(place, None)
 
     def _run(self, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""
