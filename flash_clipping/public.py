@@ -18,7 +18,6 @@ from flash_clipping.engine.micro_batches import MicroBatches as MicroBatches
 from flash_clipping.engine.optimizer import (
     DistributedFlashDPOptimizer as DistributedFlashDPOptimizer,
     FlashDPOptimizer as FlashDPOptimizer,
-    SeveralOptimizers as SeveralOptimizers,
 )
 from flash_clipping.engine.options import Kernels as Kernels, Pipeline as Pipeline
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine as FlashPrivacyEngine
@@ -33,6 +32,7 @@ from flash_clipping.engine.sampling.samplers import (
 )
 from flash_clipping.engine.sampling.streams import StreamedDataset as StreamedDataset
 from flash_clipping.engine.sampling.units import Documents as Documents, Users as Users
+from flash_clipping.engine.several_optimizers import SeveralOptimizers as SeveralOptimizers
 from flash_clipping.engine.token_losses import per_sample_loss as per_sample_loss
 from flash_clipping.errors import FlashClippingError as FlashClippingError
 from flash_clipping.factors.base import DenseGrad as DenseGrad, PerSampleGrad as PerSampleGrad

@@ -155,6 +155,24 @@ def test_a_mean_of_another_kind_is_refused() -> None:
         returned(wrapped(x), target)
 
 
+def test_a_function_whose_reduction_is_no_mean_gives_losses() -> None:
+    """By default, or as there is none: it is asked for one of each sample."""
+    x, target = batch("values")
+
+    def by_default(output: Tensor, target: Tensor, reduction: str = "none") -> Tensor:
+        return F.mse_loss(output, target, reduction=reduction)
+
+    def told(output: Tensor, target: Tensor, reduction: str) -> Tensor:
+        return F.mse_loss(output, target, reduction=reduction)
+
+    found = []
+    for criterion in (nn.MSELoss(), by_default, told):
+        wrapped, _, returned = private(criterion)
+        found.append(left_by(wrapped, returned(wrapped(x), target)))
+    for mine in found[1:]:
+        torch.testing.assert_close(mine, found[0])
+
+
 @pytest.mark.parametrize(
     "criterion", [nn.CTCLoss(), partial(F.ctc_loss, blank=0)], ids=["module", "function"]
 )
