@@ -219,8 +219,9 @@ _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 #: Of which Opacus' verdict is not asked: they are supported, or refused by what is written here.
 _JUDGED_HERE = {nn.MultiheadAttention, *BATCH_NORMS, *_REPLACED_LAYERS}
 
-#: Puts groups in the place of all batch normalizations; those without weights, too, which Opacus'
-#: ``ModuleValidator.fix`` passes over.
+_FIX = "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
+
+#: The same for batch normalizations that it passes over: subclasses, and those that train nothing.
 _GROUPS = """
     import math; from torch import nn; kind = nn.modules.batchnorm._BatchNorm
     for path, x in [(path, m) for path, m in model.named_modules() if isinstance(m, kind)]: \
@@ -343,7 +344,8 @@ def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
         has_statistics = module.running_mean is not None and module.running_var is not None
         if has_statistics and not module.training:
             continue
-        line = _GROUPS
+        is_fixed = all(type(m) in ModuleValidator.FIXERS and _trains(m) for _, m in norms)
+        line = _FIX if path and is_fixed else _GROUPS
         if type(module).__module__.startswith("timm."):  # it holds an activation
             line = "\n    model = timm.create_model(name, norm_layer=timm.layers.GroupNormAct)"
         if has_statistics:
@@ -430,10 +432,9 @@ def validate(module: nn.Module, mode: str = "one_pass") -> None:
         verdict = ModuleValidator.VALIDATORS.get(type(part))
         if verdict is None or type(part) in _JUDGED_HERE or not _trains(part):
             continue
-        fix = "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
         for error in verdict(part):
             raise UnsupportedModel(
                 f"FC111 {path.removeprefix('_module.') or 'the model'} ({type(part).__name__}): "
                 "found what its validator of Opacus refuses. "
-                f"{error}{fix if type(part) in ModuleValidator.FIXERS else ONE_BY_ONE}"
+                f"{error}{_FIX if type(part) in ModuleValidator.FIXERS else ONE_BY_ONE}"
             )

@@ -430,7 +430,7 @@ tracking = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "norm": (lambda: Norms(nn.BatchNorm1d(6)), r"norms\.0 \(BatchNorm1d\) mixes", "set_submodule"),
+    "norm": (lambda: Norms(nn.BatchNorm1d(6)), r"norms\.0 \(BatchNorm1d\) mixes", ".fix("),
     "norm without weights": (
         lambda: Norms(nn.BatchNorm1d(6, affine=False)),
         r"norms\.0 \(BatchNorm1d\)",
