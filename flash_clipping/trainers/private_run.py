@@ -123,8 +123,12 @@ class PrivateRun:
                 )
             self.noise_multiplier = noise
         elif arguments.target_epsilon is not None and rate > self.sample_rate:
-            was, now = f"{self.sample_rate:.4g}", f"{rate:.4g}"
-            raise self._beyond(f"samples that were drawn with probability {was}, and now {now}")
+            raise InvalidValue(
+                f"FC583 target_epsilon={arguments.target_epsilon}: its noise was computed for "
+                f"steps that draw a sample with probability {self.sample_rate:.4g}; found a "
+                f"dataset of which each is drawn with {rate:.4g}. Instead of target_epsilon give "
+                f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
+            )
         self.sample_rate = rate
         if (processes := processes_of(model)) is not None:
             loader.share(processes)
@@ -183,17 +187,12 @@ class PrivateRun:
 
     def check_budget(self, remaining: int) -> None:
         """Raise ``ValueError`` for more steps than the noise of ``target_epsilon`` is for."""
-        if (
-            self.arguments.target_epsilon is not None
-            and self.steps + remaining > self.planned_steps
-        ):
-            raise self._beyond(f"{remaining} more")
-
-    def _beyond(self, found: str) -> InvalidValue:
-        return InvalidValue(
+        if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
+            return
+        raise InvalidValue(
             f"FC583 target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
-            f"{self.planned_steps} steps, of which {self.steps} are done; found {found}. Give the "
-            "number of steps of the whole training at once, or noise_multiplier="
+            f"{self.planned_steps} steps, of which {self.steps} are done; found {remaining} more. "
+            "Give the number of steps of the whole training at once, or noise_multiplier="
             f"{self.noise_multiplier:.4g} instead of target_epsilon: epsilon then grows further. "
             "After an interrupt, go on from a checkpoint with a new trainer:\n"
             "    trainer.train(resume_from_checkpoint=True)"

@@ -41,7 +41,8 @@ def refuse_arguments(args: Any) -> None:
         f"several processes ({form}). {_SEVERAL}": args.world_size > 1 and form != "distributed",
         f"deepspeed. {_SEVERAL}": args.deepspeed,
         f"{args.n_gpu} GPUs (DataParallel). {_SEVERAL}": args.n_gpu > 1,
-        "torch_compile=True. It would compile the hooks. Compile the model": args.torch_compile,
+        "torch_compile=True. The Trainer would compile the hooks. Leave it out, and call "
+        "model.compile()": args.torch_compile,
         f"neftune_noise_alpha={noise}. Its noise is as large as the longest text of the batch. "
         "Leave it out": noise is not None,
         "batches by length, or in order (train_sampling_strategy). Poisson sampling draws every "
