@@ -109,6 +109,11 @@ def test_no_attack_succeeds_in_fp32(name: str, algorithm: str) -> None:
     found(name, Setting("fp32", algorithm), 4)
 
 
+@pytest.mark.parametrize(("name", "algorithm"), PAIRS)
+def test_no_attack_succeeds_in_fp64(name: str, algorithm: str) -> None:
+    found(name, Setting("fp64", algorithm), 1)
+
+
 @pytest.mark.parametrize(
     ("name", "algorithm", "dtype"),
     [(*pair, "bf16") for pair in PAIRS] + [(*pair, "fp16") for pair in FEW],

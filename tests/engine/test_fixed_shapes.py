@@ -18,6 +18,7 @@ from flash_clipping import AdaptiveBound, Documents, FlashPrivacyEngine, Poisson
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.noise.process import FixedShapeSampler
 from flash_clipping.randomness import SecretStream
+from flash_clipping.trainers.dashboard import ClippingStatistics
 from tests.support.errors import raises
 from tests.support.graphs import PlayedByHand
 from tests.support.oracle import assert_close
@@ -157,6 +158,19 @@ def test_every_way_to_clip_leaves_padding_out(clipping: str) -> None:
             sums[k] += g * (coef[k, i] if coef.dim() == 2 else coef[i])
     for a, b in zip(found, sums, strict=True):
         assert_close(a, b, 1e-9, "sum")
+
+
+def test_padding_is_no_sample_to_the_dashboard() -> None:
+    _, _, module, optimizer, criterion, loader = private()
+    statistics, expected = ClippingStatistics(module), 0
+    for x, y, _ in loader:
+        expected += module._session.rows.draws.waiting[-1].samples
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        statistics.note_backward()
+        optimizer.step()
+    reading = statistics.read()
+    assert reading.samples == expected and reading.median_norm > 0
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows are equal"])

@@ -179,7 +179,7 @@ def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: Any) -> None:
             fault = Fault(at, torch.OutOfMemoryError("injected"))
             halved += step(training, batch, fault).max_physical_batch_size != 6
             training.check(expected)
-    assert halved >= own - 4  # looks and audits try other batches
+    assert halved >= own * 4 // 5  # looks and audits try other batches
 
 
 def test_where_no_sample_fits() -> None:

@@ -20,7 +20,7 @@ from transformers import (
 from flash_clipping import Kernels
 from flash_clipping.engine.micro_batches import Parts
 from flash_clipping.trainers import few_shapes
-from flash_clipping.trainers.few_shapes import FewShapes
+from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
 from tests.support.oracle import assert_close
@@ -129,6 +129,46 @@ def test_rows_and_lengths_are_rounded_up() -> None:
     for key in ("input_ids", "attention_mask"):
         assert torch.equal(inputs[key][:61, :123], part[key]), key
     assert inputs["labels"].tolist() == [*range(61), 60, 60, 60]
+
+
+def test_no_batch_gets_more_rows_than_fit() -> None:
+    shapes = FewShapes(64, True)
+    for size, most, rows in [(64, 64, 64), (56, 60, 56), (48, 64, 56)]:
+        part = {"x": torch.zeros(size, 4)}
+        assert shapes.rounded(part, size, most, Hooks(), lambda x: x)[1] == rows
+
+
+def test_lengths_are_few() -> None:
+    assert sorted({round_up(width) for width in range(1, 513)}) == [
+        *range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512
+    ]  # fmt: skip
+    assert all(width <= round_up(width) <= max(width + 7, 1.25 * width) for width in range(1, 2048))
+
+
+def test_no_text_is_longer_than_the_collator_has_made_one() -> None:
+    inputs, rows = rounded([texts(60, 90), texts(61, 90), texts(61, 85)], Hooks())
+    assert rows == 64 and inputs["input_ids"].shape == (64, 90)  # 96 may be too long
+
+
+def test_classes_are_no_positions() -> None:
+    """Not even where a batch has texts of as many tokens as there are classes."""
+    classes = {"labels": torch.zeros(61, 3, dtype=torch.long)}
+    inputs, _ = rounded([texts(61, 8) | classes, texts(61, 5) | classes], Hooks())
+    assert inputs["labels"].shape == (64, 3) and inputs["input_ids"].shape == (64, 8)
+    inputs, _ = rounded([texts(61, 8) | classes, texts(61, 3) | classes], Hooks())
+    assert inputs["labels"].shape == (64, 3) and inputs["input_ids"].shape == (64, 3)
+
+
+def test_a_table_is_not_filled_where_it_has_as_many_rows() -> None:
+    table = {"table": torch.ones(61)}
+    part = {"x": torch.zeros(61, 4)} | table
+    assert rounded([{"x": torch.zeros(60, 4)} | table, part], Hooks()) == (part, None)
+
+
+@pytest.mark.parametrize(("size", "most", "rows"), [(3, 4, 4), (1, 1, 1), (0, 1, 1), (61, 62, 62)])
+def test_no_part_has_more_rows_than_fit(size: int, most: int, rows: int) -> None:
+    part = {"x": torch.zeros(max(1, size), 4)}
+    assert FewShapes(64, True).rounded(part, size, most, Hooks(), lambda x: x)[1] == rows
 
 
 @pytest.mark.parametrize("pad_token_id", [None, -1, [2, 3], "none"])
