@@ -8,7 +8,6 @@ tensor of a step.
 from __future__ import annotations
 
 import operator
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from flash_clipping._compat import laid_out_like
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.rows import WIDE
-from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE
 from flash_clipping.ops.runtime.shapes import ALIGNMENT, LaunchCache
 
 
@@ -135,7 +133,6 @@ def layout_of_step(
         tuple(map(operator.mod, addresses, repeat(ALIGNMENT))),
         tensors[0].shape if tensors else None,
         tuple(map(id, params)),
-        os.environ.get(ENVIRONMENT_VARIABLE),
         *others,
     )
     once.update(zip(map(id, params), params, strict=True))
